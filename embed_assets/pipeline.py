@@ -1,0 +1,342 @@
+"""The stages, in order: enqueue, claim, stage (load, clean, chunk, embed), write. And the loop over them.
+
+Knows neither SQL nor Dagster: the assets and `embed-assets drain` run these same functions on the ports below.
+Who pays for a failure is decided by its class (`errors.RULES`) and by the state of the wave's scope (`Stop`),
+never by an error's text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+import numpy as np
+
+from embed_assets.embedding import Embedded, Embedder
+from embed_assets.errors import (
+    Cancelled,
+    ClassifiedError,
+    CorruptRow,
+    DatabaseTrouble,
+    EndpointTrouble,
+    InputTooLong,
+    LeaseLost,
+    RowRejected,
+    TooLarge,
+    WaveTimeout,
+)
+from embed_assets.models import Counts, Enqueued, Failure, Plan, SourceRow, Wave
+from embed_assets.stop import Stop
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_CHUNK = 100
+GuiltyRow = (RowRejected, CorruptRow)
+
+
+class EnqueuerPort(Protocol):
+    def enqueue(
+        self, *, scan: bool = False, allow_clear: bool = False, stop: Stop | None = None
+    ) -> Enqueued: ...
+
+
+class OutboxPort(Protocol):
+    def now(self) -> datetime: ...
+    def claim(
+        self, run_id: str, limit: int, *, failed_before: datetime = ..., ancestors: Sequence[str] = ()
+    ) -> Wave | None: ...
+    def claimable(self, *, failed_before: datetime = ...) -> bool: ...
+    def start(self, wave: Wave) -> None: ...
+    def staged(self, wave: Wave, counts: Counts, *, seconds: float) -> None: ...
+    def fail(self, wave: Wave, failures: Sequence[Failure]) -> Counts: ...
+    def release(self, wave: Wave, *, timed_out: bool = False) -> Counts: ...
+
+
+class ChunkStorePort(Protocol):
+    def slices(self, wave: Wave) -> Iterator[list[str]]: ...
+    def load(self, wave: Wave, ids: Sequence[str]) -> list[SourceRow]: ...
+    def plan(self, wave: Wave, plans: Sequence[Plan]) -> set[bytes]: ...
+    def keep(
+        self, wave: Wave, hashes: Sequence[bytes], vectors: np.ndarray[Any, Any], *, tokens: int
+    ) -> None: ...
+    def write(
+        self, wave: Wave, *, ids: Sequence[str] | None = None, close: bool = True, stop: Stop | None = None
+    ) -> Counts: ...
+
+
+class CorpusPort(Protocol):
+    @property
+    def max_chars(self) -> int: ...
+    def plan(self, row: SourceRow, *, max_chars: int | None = None) -> Plan: ...
+
+
+class EndpointPort(Protocol):
+    def rest(self, trouble: EndpointTrouble) -> float: ...
+    def works(self) -> None: ...
+
+
+class KeeperPort(Protocol):
+    def hold(self, wave: Wave, scope: Stop) -> None: ...
+    def drop(self, wave: Wave) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Everything the stages of one kind work with. Real ones in `resources`, in-memory ones in the tests."""
+
+    corpus: CorpusPort
+    enqueuer: EnqueuerPort
+    outbox: OutboxPort
+    chunks: ChunkStorePort
+    embedder: Embedder
+    endpoint: EndpointPort
+    keeper: KeeperPort
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`rows` per wave; `wave_seconds`: a wave's budget (≤ 0: none); `waves` and `rows_in_all`: of one run, 0 for all."""
+
+    rows: int = 500
+    wave_seconds: float = 600
+    waves: int = 0
+    rows_in_all: int = 0
+
+
+def stage(ports: Ports, wave: Wave, stop: Stop) -> Counts:
+    """Load, clean, chunk and embed a wave, slice by slice; every finished request is kept in the ledger at once."""
+    started = time.monotonic()
+    ports.outbox.start(wave)
+    counts = Counts(claimed=len(wave.entries))
+    try:
+        for ids in ports.chunks.slices(wave):
+            stop.check()
+            _stage_slice(ports, wave, ids, counts, stop)
+    finally:
+        if counts.texts or stop.reason() is None:
+            _quietly(lambda: ports.outbox.staged(wave, counts, seconds=time.monotonic() - started))
+    return counts
+
+
+def write(ports: Ports, wave: Wave, stop: Stop) -> Counts:
+    """Write a staged wave in one transaction; when a row is guilty, halves in transactions of their own find it."""
+    stop.check()
+    try:
+        return ports.chunks.write(wave, stop=stop)
+    except GuiltyRow:
+        counts = _write_part(ports, wave, sorted(wave.source_ids), stop)
+        return counts + ports.chunks.write(wave, ids=[], stop=stop)
+
+
+def work(ports: Ports, wave: Wave, limits: Limits, stop: Stop) -> Counts:
+    """One wave from start to close."""
+    scope = stop.child(seconds=limits.wave_seconds)
+    ports.keeper.hold(wave, scope)
+    return guarded(ports, wave, scope, lambda: stage(ports, wave, scope) + write(ports, wave, scope))
+
+
+def guarded(
+    ports: Ports, wave: Wave, scope: Stop, steps: Callable[[], Counts], *, last: bool = True
+) -> Counts:
+    """Run steps of a wave, and settle the wave by what became of them.
+
+    Raises Cancelled and EndpointTrouble after the wave was released, whatever is unexpected without releasing it
+    (the lease lapses and the crash is counted). `last`: the wave is closed after these steps, so its heartbeat ends.
+    """
+    try:
+        counts = steps()
+    except Exception as error:
+        ports.keeper.drop(wave)
+        return _settle(ports, wave, scope.reason() or error)
+    except BaseException:
+        scope.cancel()
+        ports.keeper.drop(wave)
+        ports.outbox.release(wave)
+        raise
+    if last:
+        ports.keeper.drop(wave)
+    return counts
+
+
+def _settle(ports: Ports, wave: Wave, error: Exception) -> Counts:
+    if isinstance(error, EndpointTrouble):
+        ports.endpoint.rest(error)
+    if isinstance(error, LeaseLost):
+        logger.warning("wave %s: the lease was lost, nothing is written", wave.wave_id)
+        return Counts(lost=len(wave.entries))
+    if isinstance(error, (Cancelled, EndpointTrouble)):
+        ports.outbox.release(wave)
+        raise error
+    if isinstance(error, WaveTimeout):
+        logger.warning("wave %s: its time is used up, released", wave.wave_id)
+        return ports.outbox.release(wave, timed_out=True)
+    if isinstance(error, DatabaseTrouble):
+        logger.warning("wave %s: %s, released", wave.wave_id, error)
+        return ports.outbox.release(wave)
+    raise error
+
+
+def claim(
+    ports: Ports, run_id: str, limits: Limits, *, failed_before: datetime, ancestors: Sequence[str] = ()
+) -> Iterator[Wave]:
+    """Waves, until a claim is empty and a count says so too, or a limit is reached."""
+    waves = rows = 0
+    while (not limits.waves or waves < limits.waves) and (
+        not limits.rows_in_all or rows < limits.rows_in_all
+    ):
+        left = limits.rows_in_all - rows if limits.rows_in_all else limits.rows
+        wave = ports.outbox.claim(
+            run_id, min(limits.rows, left), failed_before=failed_before, ancestors=ancestors
+        )
+        if wave is None:
+            if ancestors or not ports.outbox.claimable(failed_before=failed_before):
+                return
+            time.sleep(0.2)  # what is due was locked by somebody just now
+            continue
+        waves, rows = waves + 1, rows + len(wave.entries)
+        yield wave
+
+
+def drain(
+    ports: Ports,
+    run_id: str,
+    *,
+    limits: Limits,
+    stop: Stop,
+    scan: bool = True,
+    allow_clear: bool = False,
+    report: Callable[[Wave, Counts, Counts], None] = lambda wave, counts, total: None,
+) -> tuple[Enqueued, Counts]:
+    """Enqueue once, then wave after wave until nothing is due but what failed since this drain began."""
+    began = ports.outbox.now()
+    enqueued = ports.enqueuer.enqueue(scan=scan, allow_clear=allow_clear, stop=stop)
+    total = Counts()
+    for wave in claim(ports, run_id, limits, failed_before=began):
+        counts = work(ports, wave, limits, stop)
+        total += counts
+        report(wave, counts, total)
+    return enqueued, total
+
+
+def _stage_slice(ports: Ports, wave: Wave, ids: list[str], counts: Counts, stop: Stop) -> None:
+    rows, failures = _load(ports, wave, ids)
+    plans: list[Plan] = []
+    for row in rows:
+        try:
+            plans.append(ports.corpus.plan(row))
+        except TooLarge as error:
+            failures.append(_failure(row, error))
+    by_id = {row.source_id: row for row in rows}
+    failures += _embed(ports, wave, plans, by_id, counts, stop)
+    if failures:
+        _add(counts, ports.outbox.fail(wave, failures))
+
+
+def _load(ports: Ports, wave: Wave, ids: list[str]) -> tuple[list[SourceRow], list[Failure]]:
+    """Rows that can be read, and those that cannot, found by halving."""
+    try:
+        return ports.chunks.load(wave, ids), []
+    except GuiltyRow as error:
+        if len(ids) == 1:
+            return [], [Failure(ids[0], error)]
+        half = len(ids) // 2
+        left, right = _load(ports, wave, ids[:half]), _load(ports, wave, ids[half:])
+        return left[0] + right[0], left[1] + right[1]
+
+
+def _embed(
+    ports: Ports, wave: Wave, plans: list[Plan], rows: dict[str, SourceRow], counts: Counts, stop: Stop
+) -> list[Failure]:
+    """Plan, buy what is missing, and chunk rows smaller of which a text was too long for the endpoint."""
+    failures: list[Failure] = []
+    size = ports.corpus.max_chars
+    first = True
+    while plans:
+        missing = ports.chunks.plan(wave, plans)
+        if first:
+            counts.chunks += sum(len(plan.chunks) for plan in plans)
+            counts.reused += sum(chunk.text_hash not in missing for plan in plans for chunk in plan.chunks)
+        rejected = _buy(ports, wave, plans, missing, counts, stop)
+        size, first = size // 2, False
+        plans, guilty = _judge(ports, plans, rows, rejected, size)
+        failures += guilty
+    return failures
+
+
+def _buy(
+    ports: Ports, wave: Wave, plans: Iterable[Plan], missing: set[bytes], counts: Counts, stop: Stop
+) -> dict[bytes, ClassifiedError]:
+    """Embed each missing text once; returns why some were refused, by hash."""
+    texts = {
+        chunk.text_hash: chunk.sent for plan in plans for chunk in plan.chunks if chunk.text_hash in missing
+    }
+    hashes = list(texts)
+    rejected: dict[bytes, ClassifiedError] = {}
+    if not hashes:
+        return rejected
+    for result in ports.embedder.embed(list(texts.values()), stop=stop):
+        mine = [hashes[position] for position in result.positions]
+        if isinstance(result, Embedded):
+            ports.chunks.keep(wave, mine, result.vectors, tokens=result.tokens)
+            counts.texts += len(mine)
+            counts.tokens += result.tokens
+        else:
+            rejected.update(dict.fromkeys(mine, result.error))
+    ports.endpoint.works()
+    return rejected
+
+
+def _judge(
+    ports: Ports,
+    plans: Iterable[Plan],
+    rows: dict[str, SourceRow],
+    rejected: dict[bytes, ClassifiedError],
+    size: int,
+) -> tuple[list[Plan], list[Failure]]:
+    """Of the rows with a refused text: those to chunk smaller, and those that fail."""
+    again: list[Plan] = []
+    failures: list[Failure] = []
+    for plan in plans:
+        errors = [rejected[chunk.text_hash] for chunk in plan.chunks if chunk.text_hash in rejected]
+        if not errors:
+            continue
+        fatal = [error for error in errors if not isinstance(error, InputTooLong)]
+        row = rows[plan.source_id]
+        if fatal or size < SMALLEST_CHUNK:
+            failures.append(_failure(row, (fatal or errors)[0]))
+        else:
+            again.append(ports.corpus.plan(row, max_chars=size))
+    return again, failures
+
+
+def _write_part(ports: Ports, wave: Wave, ids: list[str], stop: Stop) -> Counts:
+    stop.check()
+    try:
+        return ports.chunks.write(wave, ids=ids, close=False, stop=stop)
+    except GuiltyRow as error:
+        if len(ids) == 1:
+            return ports.outbox.fail(wave, [Failure(ids[0], error)])
+        half = len(ids) // 2
+        return _write_part(ports, wave, ids[:half], stop) + _write_part(ports, wave, ids[half:], stop)
+
+
+def _failure(row: SourceRow, error: ClassifiedError) -> Failure:
+    return Failure(row.source_id, error, row.revision, revision_known=True)
+
+
+def _add(counts: Counts, more: Counts) -> None:
+    counts.failed += more.failed
+    counts.dead += more.dead
+    counts.back += more.back
+
+
+def _quietly(action: Callable[[], None]) -> None:
+    """Bookkeeping that must not hide the error that is under way."""
+    try:
+        action()
+    except Exception:
+        logger.exception("the wave's counters could not be kept")

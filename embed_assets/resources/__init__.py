@@ -1,0 +1,1 @@
+"""Where Postgres and the embedder live: the only homes of leases, SKIP LOCKED and transactions."""

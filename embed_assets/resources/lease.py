@@ -1,0 +1,90 @@
+"""The heartbeat: one thread that renews every wave this process holds, for as long as the process lives.
+
+A refusal ends the wave's work; a lock time-out or a lost connection does not. When no renewal succeeded for a
+whole lease, the process fences itself: the database will have given the wave away.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+from embed_assets.models import Wave
+from embed_assets.resources.outbox import Outbox
+from embed_assets.stop import Stop
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """Holds waves of one outbox. `hold` before work, `drop` when the wave is closed; `close` ends the thread."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._held: dict[int, tuple[UUID, Stop, float]] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def hold(self, wave: Wave, scope: Stop) -> None:
+        """Renew from now on; `scope.lose()` is called when the lease is refused."""
+        with self._lock:
+            self._held[wave.wave_id] = (wave.token, scope, time.monotonic())
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+                self._thread.start()
+
+    def drop(self, wave: Wave) -> None:
+        """Stop renewing: the wave is closed, or is left to lapse."""
+        with self._lock:
+            self._held.pop(wave.wave_id, None)
+
+    @contextmanager
+    def holding(self, wave: Wave, scope: Stop) -> Iterator[Stop]:
+        self.hold(wave, scope)
+        try:
+            yield scope
+        finally:
+            self.drop(wave)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+
+    def beat(self) -> None:
+        """Renew everything once; whoever is refused, or has gone a whole lease without renewal, loses."""
+        with self._lock:
+            held = dict(self._held)
+        if not held:
+            return
+        asked = time.monotonic()
+        try:
+            refused = self._outbox.renew({wave_id: token for wave_id, (token, _, _) in held.items()})
+        except Exception as error:  # the database's trouble is no refusal; the terminal fence decides
+            logger.warning("%s: heartbeat failed (%s), tried again", self._outbox.kind, type(error).__name__)
+            refused = {w for w, (_, _, last) in held.items() if asked - last > self._outbox.lease_seconds}
+        else:
+            self._renewed(set(held) - refused, asked)
+        for wave_id in refused:
+            logger.warning("%s: the lease of wave %s is lost", self._outbox.kind, wave_id)
+            held[wave_id][1].lose()
+
+    def _renewed(self, wave_ids: set[int], at: float) -> None:
+        with self._lock:
+            for wave_id in wave_ids & set(self._held):
+                token, scope, _ = self._held[wave_id]
+                self._held[wave_id] = (token, scope, at)
+
+    def _run(self) -> None:
+        # A third of the lease, so that two beats may fail; at most a second, so that a loss ends work at once.
+        third = self._outbox.lease_seconds / 3
+        due = time.monotonic() + third
+        while not self._wake.wait(min(1.0, third)):
+            if time.monotonic() >= due:
+                self.beat()
+                due = time.monotonic() + third

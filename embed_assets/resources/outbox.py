@@ -1,0 +1,262 @@
+"""The queue of one kind: enqueue, claim, start, fail, release. Each transition is one statement of `outbox.sql`.
+
+What does not belong here: the write that finishes entries (`chunk_store`), the order of the stages (`pipeline`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from itertools import groupby
+from typing import Any
+from uuid import UUID
+
+from psycopg import Cursor, sql
+
+from embed_assets.errors import RULES, LeaseLost
+from embed_assets.models import Backlog, Counts, Entry, Failure, Status, Wave
+from embed_assets.queries import query
+from embed_assets.resources.postgres import Postgres, Row
+from embed_assets.resources.tables import BoundCorpus
+
+logger = logging.getLogger(__name__)
+
+MAX_CRASHES = 3
+TENTH = 10
+RANKED = sql.SQL("o.lane, o.rank, o.id")
+OLDEST = sql.SQL("o.enqueued_at, o.id")
+EVER = datetime.max.replace(tzinfo=timezone.utc)
+BACKLOG_LIMIT = 10_000
+
+
+class Outbox:
+    """The outbox of one kind for its maintained models, the target first.
+
+    Every method is one short transaction on the database's clock. Raises LeaseLost where the wave's token no
+    longer fences, DatabaseTrouble when a transaction could not be had.
+    """
+
+    def __init__(
+        self,
+        postgres: Postgres,
+        bound: BoundCorpus,
+        models: Sequence[int],
+        *,
+        lease_seconds: float = 120,
+        max_attempts: int = 3,
+    ) -> None:
+        self._postgres = postgres
+        self._bound = bound
+        self.models = list(models)
+        self.lease_seconds = lease_seconds
+        self.max_attempts = max_attempts
+
+    @property
+    def kind(self) -> str:
+        return self._bound.kind
+
+    def now(self) -> datetime:
+        """The database's clock."""
+        return self._row("outbox.clock")["now"]  # type: ignore[no-any-return]
+
+    def claim(
+        self,
+        run_id: str,
+        limit: int,
+        *,
+        failed_before: datetime = EVER,
+        ancestors: Sequence[str] = (),
+    ) -> Wave | None:
+        """At most `limit` due entries as one wave, or None. Disjoint from every other claim, waiting for none.
+
+        `failed_before` leaves out what failed since; `ancestors` takes only what waves of these runs left.
+        Also takes back what expired waves held, so no reaper needs to run.
+        """
+        values = {
+            "kind": self.kind,
+            "run_id": run_id,
+            "limit": limit,
+            "lease": self.lease_seconds,
+            "failed_before": failed_before,
+            "ancestors": list(ancestors),
+            "max_crashes": MAX_CRASHES,
+        }
+        return self._postgres.retrying(lambda cursor: self._claim(cursor, values))
+
+    def _claim(self, cursor: Cursor[Row], values: dict[str, Any]) -> Wave | None:
+        self._recover(cursor, values)
+        corpus = cursor.execute(query("corpus.corpus"), values).fetchone()
+        if corpus is None or corpus["paused_at"] is not None:
+            return None
+        for statement in self._claims(cursor, bool(values["ancestors"])):
+            for model_id in self.models:
+                rows = cursor.execute(statement, {**values, "model_id": model_id}).fetchall()
+                if rows:
+                    return _waves(rows)[0]
+        return None
+
+    def _recover(self, cursor: Cursor[Row], values: dict[str, Any]) -> None:
+        """Reap, then heal: waves before entries, as the lock order wants."""
+        expired = [row["wave_id"] for row in cursor.execute(query("outbox.reap"), values)]
+        if expired:
+            logger.warning("%s: the lease of wave %s had run out", self.kind, ", ".join(map(str, expired)))
+            cursor.execute(query("outbox.drop_plans"), {"wave_ids": expired})
+        cursor.execute(query("outbox.heal"), values)
+
+    def _claims(self, cursor: Cursor[Row], of_runs: bool) -> list[sql.Composed]:
+        """The claims to try in turn; suspects come after everything else."""
+        lease = query("outbox.lease")
+        if of_runs:
+            return [query("outbox.claim_of_runs", lease=lease)]
+        row = cursor.execute(query("outbox.next_wave_number")).fetchone()
+        tenth = row is not None and row["number"] % TENTH == 0
+        order = OLDEST if tenth else RANKED
+        return [query("outbox.claim", order=order, lease=lease), query("outbox.claim_suspect", lease=lease)]
+
+    def claimable(self, *, failed_before: datetime = EVER) -> bool:
+        """Whether anything is due now, also what a claim had to skip because it was locked."""
+        values = {"kind": self.kind, "models": self.models, "failed_before": failed_before}
+        return bool(self._row("outbox.claimable", values)["claimable"])
+
+    def waves_of(self, run_id: str) -> list[Wave]:
+        """The open waves of a run, for its next stage."""
+        with self._postgres.transaction() as cursor:
+            values = {"kind": self.kind, "run_id": run_id}
+            return _waves(cursor.execute(query("outbox.waves_of_run"), values).fetchall())
+
+    def renew(self, leases: dict[int, UUID]) -> set[int]:
+        """Heartbeat of waves by id and token; returns the ids that are refused, whose work must end."""
+        values = {"wave_ids": list(leases), "tokens": list(leases.values()), "lease": self.lease_seconds}
+        with self._postgres.transaction(lock_timeout="2s") as cursor:
+            rows = cursor.execute(query("outbox.renew"), values).fetchall()
+        return {row["wave_id"] for row in rows if not (row["renewed"] or row["alive"])}
+
+    def start(self, wave: Wave) -> None:
+        """Say that work begins: from now on a lost lease is a crash. Raises LeaseLost."""
+        if self._postgres.one("outbox.start", parameters(wave)) is None:
+            raise LeaseLost(f"wave {wave.wave_id} is no longer ours")
+
+    def staged(self, wave: Wave, counts: Counts, *, seconds: float) -> None:
+        """Keep what staging cost with the wave."""
+        values = {"texts": counts.texts, "tokens": counts.tokens, "reused": counts.reused, "seconds": seconds}
+        self._postgres.retrying(lambda c: c.execute(query("outbox.count_staged"), parameters(wave) | values))
+
+    def fail(self, wave: Wave, failures: Sequence[Failure]) -> Counts:
+        """Charge rows of a wave, each by the rule of its error class, in one fenced transaction."""
+        return self._postgres.retrying(lambda cursor: self._fail(cursor, wave, failures))
+
+    def _fail(self, cursor: Cursor[Row], wave: Wave, failures: Sequence[Failure]) -> Counts:
+        ordered = sorted(failures, key=lambda failure: failure.source_id)
+        values = parameters(wave) | {"max_attempts": self.max_attempts, "claimed_at": fence(cursor, wave)}
+        values |= {"ids": [failure.source_id for failure in ordered]}
+        cursor.execute(query("outbox.lock_entries"), values)
+        row = cursor.execute(query("outbox.fail"), values | _columns(ordered)).fetchone()
+        counts = Counts(**row) if row else Counts()
+        cursor.execute(
+            query("outbox.count_failures"), parameters(wave) | {"failed": counts.failed, "dead": counts.dead}
+        )
+        return counts
+
+    def release(self, wave: Wave, *, timed_out: bool = False) -> Counts:
+        """Give the entries back at once, charging nobody. Already closed or taken over: nothing is done.
+
+        `timed_out`: the wave used up its time with nothing staged, which marks its entries.
+        """
+        return self._postgres.retrying(lambda cursor: self._release(cursor, wave, timed_out))
+
+    def _release(self, cursor: Cursor[Row], wave: Wave, timed_out: bool) -> Counts:
+        values = parameters(wave) | {"ids": None, "timed_out": timed_out, "outcome": "released"}
+        if cursor.execute(query("outbox.hold_wave"), values).fetchone() is None:
+            return Counts()
+        cursor.execute(query("outbox.lock_entries"), values)
+        row = cursor.execute(query("outbox.release_entries"), values).fetchone()
+        dead = row["dead"] if row else 0
+        cursor.execute(query("outbox.close_wave"), values | {"dead": dead})
+        cursor.execute(query("outbox.drop_plans"), {"wave_ids": [wave.wave_id]})
+        return Counts(dead=dead, lost=(row["released"] - dead) if row else 0)
+
+    def release_runs(self, runs: Sequence[str]) -> int:
+        """Release every open wave of these runs; returns how many there were."""
+        with self._postgres.transaction() as cursor:
+            rows = cursor.execute(
+                query("outbox.open_waves_of_runs"), {"kind": self.kind, "runs": list(runs)}
+            ).fetchall()
+        for row in rows:
+            self.release(Wave(**row))
+        return len(rows)
+
+    def rows_per_second(self) -> float | None:
+        """The recent rate of written waves, or None before there is one."""
+        rate = self._row("outbox.recent_rate", {"kind": self.kind})["rows_per_second"]
+        return float(rate) if rate is not None else None
+
+    def backlog(self) -> Backlog:
+        """Bounded counts of what asks for a drain. Changes nothing; milliseconds at any size."""
+        values = {"kind": self.kind, "models": self.models, "limit": BACKLOG_LIMIT}
+        return Backlog(**self._row("outbox.backlog", values), limit=BACKLOG_LIMIT)
+
+    def stale(self) -> bool:
+        """The scan's own predicate, first hit only: whether a scan would enqueue or revive anything."""
+        statement = query("outbox.stale_exists", **self._bound.fragments())
+        with self._postgres.transaction() as cursor:
+            row = cursor.execute(statement, {"kind": self.kind, "model_id": self.models[0]}).fetchone()
+        return bool(row and row["stale"])
+
+    def status(self, identity: str) -> Status:
+        """Each source row and each leftover stamp once, by state."""
+        statement = query("outbox.status", **self._bound.fragments())
+        with self._postgres.transaction() as cursor:
+            rows = cursor.execute(statement, {"kind": self.kind, "model_id": self.models[0]}).fetchall()
+        return Status(self.kind, identity, {row["state"]: row["rows"] for row in rows})
+
+    def _row(self, name: str, values: dict[str, Any] | None = None) -> Row:
+        row = self._postgres.retrying(lambda cursor: cursor.execute(query(name), values or {}).fetchone())
+        assert row is not None, name
+        return row
+
+
+def fence(cursor: Cursor[Row], wave: Wave) -> datetime:
+    """Hold the wave's row: token, open and unexpired. Returns claimed_at; raises LeaseLost."""
+    row = cursor.execute(query("outbox.fence"), parameters(wave)).fetchone()
+    if row is None:
+        raise LeaseLost(f"wave {wave.wave_id} is no longer ours")
+    return row["claimed_at"]  # type: ignore[no-any-return]
+
+
+def parameters(wave: Wave) -> dict[str, Any]:
+    """The wave as query parameters."""
+    return {
+        "wave_id": wave.wave_id,
+        "token": wave.token,
+        "kind": wave.kind,
+        "model_id": wave.model_id,
+        "run_id": wave.run_id,
+    }
+
+
+def _waves(rows: Sequence[Row]) -> list[Wave]:
+    waves = []
+    for _, group in groupby(rows, key=lambda row: row["wave_id"]):
+        entries = [dict(row) for row in group]
+        first = {
+            name: entries[0][name]
+            for name in ("wave_id", "token", "kind", "model_id", "run_id", "claimed_at")
+        }
+        waves.append(
+            Wave(**first, entries=tuple(Entry(e["entry_id"], e["source_id"], e["forced"]) for e in entries))
+        )
+    return waves
+
+
+def _columns(failures: Sequence[Failure]) -> dict[str, list[Any]]:
+    """Failures as columns for unnest. The class's rule decides what a failure costs."""
+    return {
+        "codes": [failure.error.code for failure in failures],
+        "classes": [str(failure.error.error_class) for failure in failures],
+        "messages": [str(failure.error) for failure in failures],
+        "deterministic": [RULES[failure.error.error_class].deterministic for failure in failures],
+        "revisions": [failure.revision for failure in failures],
+        "known": [failure.revision_known for failure in failures],
+        "delays": [getattr(failure.error, "retry_after", None) or 0.0 for failure in failures],
+    }

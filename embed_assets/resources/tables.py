@@ -1,0 +1,313 @@
+"""A declaration bound to a database: checked against the real table, with its SQL fragments and chunk tables.
+
+Everything that a query needs to know about the user's table is composed here, once, from identifiers and
+the project's own fragments. What does not belong here: the queue's protocol and the write transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import errors, sql
+
+from embed_assets.corpus import TableCorpus
+from embed_assets.errors import ConfigurationError, DeclarationError
+from embed_assets.queries import query
+from embed_assets.resources.postgres import Postgres, Row
+
+logger = logging.getLogger(__name__)
+
+KEY_TYPES = {
+    "int2": "smallint",
+    "int4": "integer",
+    "int8": "bigint",
+    "uuid": "uuid",
+    "text": "text",
+    "varchar": "text",
+}
+INTEGER_LIMITS = {"int2": 2**15, "int4": 2**31, "int8": 2**63}
+UUID_FORM = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
+INTEGER_FORM = "^(0|-?[1-9][0-9]{0,18})$"
+ATTACH_TRIES = 20
+
+
+@dataclass(frozen=True)
+class BoundCorpus:
+    """A TableCorpus and the fragments by which queries speak of its table.
+
+    `source`: key, source_id, revision, indexable, rank, bytes, texts and fields of each row.
+    """
+
+    corpus: TableCorpus
+    key_type: str
+    source: sql.Composable
+    canonical: sql.Composable
+    collation: sql.Composable
+
+    @property
+    def kind(self) -> str:
+        return self.corpus.kind
+
+    @property
+    def key(self) -> sql.Identifier:
+        return sql.Identifier(self.corpus.key)
+
+    @property
+    def chunks(self) -> sql.Identifier:
+        return sql.Identifier("embed_assets", self.corpus.chunk_table)
+
+    def partition_name(self, model_id: int) -> str:
+        return f"{self.corpus.chunk_table}_m{model_id}"
+
+    def partition(self, model_id: int) -> sql.Identifier:
+        return sql.Identifier("embed_assets", self.partition_name(model_id))
+
+    def key_of(self, alias: str) -> sql.Composable:
+        """The native key that `alias.source_id` spells."""
+        cast = sql.SQL("({}.source_id)::{}").format(sql.Identifier(alias), sql.SQL(KEY_TYPES[self.key_type]))
+        return sql.SQL("{}{}").format(cast, self.collation)
+
+    def fragments(self, model_id: int | None = None, **more: sql.Composable) -> dict[str, sql.Composable]:
+        """Every placeholder that the queries of a corpus may hold."""
+        return {
+            "source": self.source,
+            "canonical": self.canonical,
+            "chunks": self.chunks,
+            "key": self.key,
+            "e_key": self.key_of("e"),
+            "s_key": self.key_of("s"),
+            "p_key": self.key_of("p"),
+            "model_id": sql.Literal(model_id),
+            **more,
+        }
+
+
+def bind(postgres: Postgres, corpus: TableCorpus) -> BoundCorpus:
+    """Check a declaration against its table. Raises DeclarationError naming what is wrong, before anything is made."""
+    with postgres.transaction() as cursor:
+        table = cursor.execute(query("corpus.table_of"), {"table": corpus.table}).fetchone()
+        if table is None:
+            raise _wrong(corpus, "table", f"'{corpus.table}' does not exist in this database")
+        columns = _columns(cursor, corpus, table["oid"])
+        _check_key(cursor, corpus, table, columns)
+        bound = _compose(corpus, table, columns)
+        _try(cursor, bound)
+        hidden = cursor.execute(query("corpus.hidden_by_row_security"), {"oid": table["oid"]}).fetchone()
+        if hidden and hidden["hidden"]:
+            raise ConfigurationError(
+                f"Row security on {corpus.table} hides rows from this database role, so they would be taken for "
+                "deleted. Use the table's owner, or a role with BYPASSRLS."
+            )
+    return bound
+
+
+def _wrong(corpus: TableCorpus, field: str, what: str) -> DeclarationError:
+    return DeclarationError(f"Corpus '{corpus.kind}': {field} {what}. Correct the declaration or the table.")
+
+
+def _columns(cursor: psycopg.Cursor[Row], corpus: TableCorpus, oid: int) -> dict[str, Row]:
+    columns = {row["name"]: row for row in cursor.execute(query("corpus.columns_of"), {"oid": oid})}
+    wanted = {
+        "key": [corpus.key],
+        "text": [column.column for column in corpus.columns],
+        "prefix": corpus.prefix_fields,
+    }
+    for field, names in wanted.items():
+        for name in names:
+            if name not in columns:
+                raise _wrong(corpus, field, f"names column '{name}', which {corpus.table} does not have")
+    return columns
+
+
+def _check_key(cursor: psycopg.Cursor[Row], corpus: TableCorpus, table: Row, columns: dict[str, Row]) -> None:
+    key = columns[corpus.key]
+    if key["type"] not in KEY_TYPES:
+        raise _wrong(
+            corpus, "key", f"'{corpus.key}' is of type {key['type']}; allowed are integers, uuid and text"
+        )
+    if not key["deterministic"]:
+        raise _wrong(
+            corpus, "key", f"'{corpus.key}' has a nondeterministic collation: equal keys may be spelt twice"
+        )
+    if table["kind"] not in "rp":
+        return  # a view has no index to show; its key is the declaration's word
+    unique = cursor.execute(
+        query("corpus.key_is_unique"), {"oid": table["oid"], "key": corpus.key}
+    ).fetchone()
+    if not key["not_null"] or not (unique and unique["is_unique"]):
+        raise _wrong(corpus, "key", f"'{corpus.key}' must be NOT NULL with a unique index of its own")
+
+
+def _try(cursor: psycopg.Cursor[Row], bound: BoundCorpus) -> None:
+    try:
+        cursor.execute(query("corpus.try_source", source=bound.source), {})
+    except (errors.SyntaxErrorOrAccessRuleViolation, errors.DataError) as error:
+        if isinstance(error, errors.InsufficientPrivilege):
+            raise ConfigurationError(
+                f"The database role may not read {bound.corpus.table}: {error.diag.message_primary}. Grant it SELECT."
+            ) from None
+        raise _wrong(
+            bound.corpus,
+            "revision, fresh_at or indexable",
+            f"is refused by Postgres: {error.diag.message_primary}",
+        ) from None
+
+
+def _compose(corpus: TableCorpus, table: Row, columns: dict[str, Row]) -> BoundCorpus:
+    key = columns[corpus.key]
+    name = sql.Identifier(table["schema"], table["name"])
+    collation: sql.Composable = sql.SQL("")
+    if KEY_TYPES[key["type"]] == "text":
+        collation = sql.SQL(" COLLATE {}").format(sql.Identifier(key["collation_schema"], key["collation"]))
+    return BoundCorpus(
+        corpus=corpus,
+        key_type=key["type"],
+        source=_source(corpus, name, key["type"]),
+        canonical=_canonical(key["type"]),
+        collation=collation,
+    )
+
+
+def _source(corpus: TableCorpus, table: sql.Composable, key_type: str) -> sql.Composable:
+    """The subquery in whose scope the declaration's fragments stand alone: no column of ours can be mistaken."""
+    texts = [_column(column.column) for column in corpus.columns]
+    fields = [part for name in corpus.prefix_fields for part in (sql.Literal(name), _column(name))]
+    fits = "octet_length(self.{}::text) <= 1024" if KEY_TYPES[key_type] == "text" else "TRUE"
+    body = query(
+        "source.row",
+        key=sql.Identifier(corpus.key),
+        key_type=sql.SQL(KEY_TYPES[key_type]),
+        revision=_fragment(corpus.revision) if corpus.revision else _revision(corpus),
+        indexable=_fragment(corpus.indexable),
+        rank=_rank(corpus),
+        bytes=sql.SQL(" + ").join(sql.SQL("coalesce(octet_length({}), 0)").format(text) for text in texts),
+        texts=sql.SQL(", ").join(texts),
+        fields=sql.SQL(", ").join(fields),
+        table=table,
+        key_fits=sql.SQL(fits).format(sql.Identifier(corpus.key)),
+    )
+    return sql.SQL("({})").format(body)
+
+
+def _column(name: str) -> sql.Composable:
+    return sql.SQL("self.{}::text").format(sql.Identifier(name))
+
+
+def _fragment(text: str) -> sql.Composable:
+    """A fragment of the declaration: the project's own code, so it may stand in a statement; % is no parameter."""
+    return sql.SQL(text.replace("%", "%%").replace("{", "{{").replace("}", "}}")).format()  # type: ignore[arg-type]
+
+
+def _revision(corpus: TableCorpus) -> sql.Composable:
+    names = [*(column.column for column in corpus.columns), *corpus.prefix_fields]
+    values = sql.SQL(", ").join(_column(name) for name in dict.fromkeys(names))
+    return sql.SQL("md5(jsonb_build_array({})::text)").format(values)
+
+
+def _rank(corpus: TableCorpus) -> sql.Composable:
+    """Lower first: minus the freshness for `freshest`; equal for `oldest`, so that the entry's id decides."""
+    if corpus.order == "oldest":
+        return sql.SQL("0::float8")
+    if corpus.fresh_at is None:
+        return sql.SQL("'Infinity'::float8")
+    return sql.SQL("coalesce(-extract(EPOCH FROM ({})), 'Infinity')::float8").format(
+        _fragment(corpus.fresh_at)
+    )
+
+
+def _canonical(key_type: str) -> sql.Composable:
+    """The one spelling of a key that somebody enqueued as `given`, or NULL when it can be no key of this table."""
+    if key_type == "uuid":
+        return sql.SQL("CASE WHEN given ~ {} THEN lower(given) END").format(sql.Literal(UUID_FORM))
+    if key_type in INTEGER_LIMITS:
+        limit = INTEGER_LIMITS[key_type]
+        return sql.SQL(
+            "CASE WHEN given ~ {form} THEN CASE WHEN given::numeric BETWEEN {low} AND {high} THEN given END END"
+        ).format(form=sql.Literal(INTEGER_FORM), low=sql.Literal(-limit), high=sql.Literal(limit - 1))
+    return sql.SQL("CASE WHEN octet_length(given) BETWEEN 1 AND 1024 THEN given END")
+
+
+def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
+    """The kind's row, chunk table and similar table, where they are missing."""
+    with postgres.transaction() as cursor:
+        cursor.execute(query("corpus.register_kind"), {"kind": bound.kind})
+        cursor.execute(query("corpus.register_scan"), {"kind": bound.kind})
+        key_type = sql.SQL(KEY_TYPES[bound.key_type])
+        cursor.execute(
+            query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key)
+        )
+        if bound.corpus.similar:
+            similar = sql.Identifier("embed_assets", f"similar_{bound.kind}")
+            cursor.execute(query("chunks.create_similar_table", similar=similar))
+
+
+def make_model(postgres: Postgres, bound: BoundCorpus, identity: str, dimensions: int) -> int:
+    """The id of an embedder identity, its partition made and attached; it becomes the target.
+
+    Raises ConfigurationError when the identity is known with another width.
+    """
+    row = postgres.one("corpus.model_of", {"identity": identity})
+    if row is None:
+        values = {"identity": identity, "dimensions": dimensions}
+        with postgres.transaction() as cursor:
+            cursor.execute(query("corpus.add_model"), values)
+            row = cursor.execute(query("corpus.model_of"), {"identity": identity}).fetchone()
+    assert row is not None
+    if row["dimensions"] != dimensions:
+        raise ConfigurationError(
+            f"The model {identity} was {row['dimensions']} wide and now answers with {dimensions} dimensions. Set "
+            "EMBED_MODEL to the name of the new model, or EMBED_URL back to the old one."
+        )
+    _make_partition(postgres, bound, row["id"], dimensions)
+    with postgres.transaction() as cursor:
+        cursor.execute(query("corpus.add_corpus_model"), {"kind": bound.kind, "model_id": row["id"]})
+        cursor.execute(query("corpus.set_target"), {"kind": bound.kind, "model_id": row["id"]})
+    return int(row["id"])
+
+
+def _make_partition(postgres: Postgres, bound: BoundCorpus, model_id: int, dimensions: int) -> None:
+    """Make, then attach under a short lock time-out, again and again: never queue in front of the user's searches."""
+    for attempt in range(ATTACH_TRIES):
+        try:
+            with postgres.transaction(lock_timeout="300ms") as cursor:
+                if not _attached(cursor, bound, model_id):
+                    _create_and_attach(cursor, bound, model_id, dimensions)
+                return
+        except (errors.LockNotAvailable, errors.DuplicateTable, errors.UniqueViolation):
+            time.sleep(0.1 * (attempt + 1))
+    raise ConfigurationError(
+        f"The partition of {bound.corpus.chunk_table} could not be attached: something holds a lock on the table. "
+        "End the long transaction on it and start again."
+    )
+
+
+def _attached(cursor: psycopg.Cursor[Row], bound: BoundCorpus, model_id: int) -> bool:
+    names = {
+        "chunks": bound.chunks.as_string(cursor),
+        "partition": bound.partition(model_id).as_string(cursor),
+    }
+    row = cursor.execute(query("chunks.partition_attached"), names).fetchone()
+    return bool(row and row["attached"])
+
+
+def _create_and_attach(
+    cursor: psycopg.Cursor[Row], bound: BoundCorpus, model_id: int, dimensions: int
+) -> None:
+    parts: dict[str, Any] = {
+        "partition": bound.partition(model_id),
+        "chunks": bound.chunks,
+        "key": bound.key,
+        "model_id": sql.Literal(model_id),
+        "dimensions": sql.Literal(dimensions),
+    }
+    for step in (
+        "create_partition",
+        "create_partition_key",
+        "create_partition_hash_index",
+        "attach_partition",
+    ):
+        cursor.execute(query(f"chunks.{step}", **parts))

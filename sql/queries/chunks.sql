@@ -1,0 +1,393 @@
+-- The chunk tables: made from the declaration, filled by one write transaction per wave.
+-- The model's number is written into the statement as a literal, so that the planner sees one partition.
+
+-- name: create_chunk_table
+-- Key first in the primary key: all chunks of a row lie together. No foreign key to the source: it would make
+-- the user's deletes wait for us, forbid TRUNCATE and freeze the table at ATTACH. Rows whose source is gone
+-- vanish from results at once, since search joins the source.
+CREATE TABLE IF NOT EXISTS {chunks} (
+    {key} {key_type} NOT NULL,
+    chunk_index integer NOT NULL,
+    model_id integer NOT NULL,
+    text_hash bytea NOT NULL,
+    body text NOT NULL,
+    heading_path text,
+    embedding vector NOT NULL,
+    PRIMARY KEY ({key}, chunk_index, model_id)
+) PARTITION BY LIST (model_id);
+
+-- name: create_partition
+-- Never PARTITION OF: it would lock the parent against every search while it waits.
+-- Vectors up to 8 kB stay in their row; larger ones go out of line by themselves.
+CREATE TABLE {partition} (
+    LIKE {chunks} INCLUDING DEFAULTS,
+    CONSTRAINT one_model CHECK (model_id = {model_id}),
+    CONSTRAINT own_width CHECK (vector_dims(embedding) = {dimensions})
+) WITH (
+    toast_tuple_target = 8160,
+    autovacuum_vacuum_scale_factor = 0.02,
+    autovacuum_vacuum_insert_scale_factor = 0.05
+);
+
+-- name: create_partition_key
+ALTER TABLE {partition} ADD PRIMARY KEY ({key}, chunk_index, model_id);
+
+-- name: create_partition_hash_index
+CREATE INDEX ON {partition} (text_hash);
+
+-- name: attach_partition
+ALTER TABLE {chunks} ATTACH PARTITION {partition} FOR VALUES IN ({model_id});
+
+-- name: partition_attached
+SELECT EXISTS (
+    SELECT FROM pg_inherits WHERE inhparent = to_regclass(%(chunks)s) AND inhrelid = to_regclass(%(partition)s)
+) AS attached;
+
+-- name: create_similar_table
+CREATE TABLE IF NOT EXISTS {similar} (
+    source_id text COLLATE "C" NOT NULL,
+    model_id integer NOT NULL,
+    neighbours text [] NOT NULL DEFAULT '{{}}',
+    distances real [] NOT NULL DEFAULT '{{}}',
+    computed_at timestamptz,
+    stamp_revision text,
+    PRIMARY KEY (source_id, model_id)
+);
+
+-- name: sizes
+-- How many bytes each row of a wave will load, so that slices can be cut. Nothing is detoasted.
+SELECT e.source_id, coalesce(source.bytes, 0) AS bytes
+FROM embed_assets.semantic_outbox AS e
+LEFT JOIN {source} AS source ON source.key = {e_key}
+WHERE e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+ORDER BY e.source_id;
+
+-- name: load
+-- Text, revision and indexable in one query: a stamp must never name a revision other than the one whose text
+-- was embedded. Texts come only for rows that are to be embedded.
+SELECT
+    e.source_id,
+    e.forced,
+    source.key IS NOT NULL AS present,
+    source.indexable IS TRUE AS indexable,
+    source.revision,
+    s.source_id IS NOT NULL AND s.revision IS NOT DISTINCT FROM source.revision AS stamped,
+    coalesce(source.bytes > %(max_bytes)s, FALSE) AS oversize,
+    CASE
+        WHEN
+            source.indexable AND source.bytes <= %(max_bytes)s
+            AND (e.forced OR s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision)
+            THEN source.texts
+    END AS texts,
+    source.fields
+FROM embed_assets.semantic_outbox AS e
+LEFT JOIN {source} AS source ON source.key = {e_key}
+LEFT JOIN embed_assets.semantic_stamps AS s
+    ON s.kind = e.kind AND s.model_id = e.model_id AND s.source_id = e.source_id
+WHERE
+    e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+    AND e.source_id = ANY(%(ids)s)
+ORDER BY e.source_id;
+
+-- name: unplan
+-- A row that is planned anew (smaller chunks) drops its first plan.
+DELETE FROM embed_assets.wave_chunks
+WHERE wave_id = %(wave_id)s AND source_id = ANY(%(ids)s);
+
+-- name: copy_plan
+COPY embed_assets.wave_chunks
+(wave_id, source_id, chunk_index, text_hash, body, heading_path, action, chunk_count, revision)
+FROM STDIN (FORMAT BINARY);
+
+-- name: missing
+-- The hashes of a slice for which no vector is had: not in any row's chunk of this model, not in the ledger.
+-- A forced entry accepts only what was staged after it was requested.
+SELECT DISTINCT p.text_hash
+FROM embed_assets.wave_chunks AS p
+INNER JOIN embed_assets.semantic_outbox AS e
+    ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+WHERE
+    p.wave_id = %(wave_id)s AND p.source_id = ANY(%(ids)s) AND p.chunk_index >= 0
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.chunk_embeddings AS l
+        WHERE
+            l.model_id = {model_id} AND l.text_hash = p.text_hash
+            AND (NOT e.forced OR l.staged_at > e.requested_at)
+    )
+    AND (
+        e.forced
+        OR NOT EXISTS (
+            SELECT FROM {chunks} AS c WHERE c.model_id = {model_id} AND c.text_hash = p.text_hash
+        )
+    );
+
+-- name: copy_ledger
+COPY embed_assets.chunk_embeddings (model_id, text_hash, embedding, tokens) FROM STDIN (FORMAT BINARY);
+
+-- name: lock_kind_shared
+-- Switch and pause take it exclusively; a row lock would let a stream of writers starve them.
+SELECT pg_advisory_xact_lock_shared(1701667428, c.lock_id)
+FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
+
+-- name: requeue_unplanned
+-- No header means the plan was lost; no plan is not zero chunks.
+UPDATE embed_assets.semantic_outbox AS o
+SET status = 'pending'
+WHERE
+    o.kind = %(kind)s AND o.model_id = {model_id} AND o.wave_id = %(wave_id)s AND o.status = 'leased'
+    AND (o.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.wave_chunks AS h
+        WHERE h.wave_id = o.wave_id AND h.source_id = o.source_id AND h.chunk_index = -1
+    );
+
+-- name: upsert_chunks
+-- Only positions whose hash or heading differs are written (all of a forced entry), so unchanged chunks leave
+-- the index alone. Vectors: the row's own old chunks, the ledger, any row's chunk. A source of which a vector is
+-- missing is left out and goes back to pending in this same statement: in two, a purge between them would
+-- leave a silently short row.
+WITH changed AS MATERIALIZED (
+    SELECT
+        p.source_id, {p_key} AS key, p.chunk_index, p.text_hash, p.body, p.heading_path, e.forced, e.requested_at
+    FROM embed_assets.wave_chunks AS p
+    INNER JOIN embed_assets.semantic_outbox AS e
+        ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+    LEFT JOIN {chunks} AS old
+        ON old.{key} = {p_key} AND old.chunk_index = p.chunk_index AND old.model_id = {model_id}
+    WHERE
+        p.wave_id = %(wave_id)s AND p.chunk_index >= 0
+        AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+        AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+        AND (
+            e.forced OR old.text_hash IS DISTINCT FROM p.text_hash
+            OR old.heading_path IS DISTINCT FROM p.heading_path
+        )
+),
+
+resolved AS MATERIALIZED (
+    SELECT
+        n.*,
+        CASE
+            WHEN n.forced THEN (
+                SELECT l.embedding FROM embed_assets.chunk_embeddings AS l
+                WHERE l.model_id = {model_id} AND l.text_hash = n.text_hash AND l.staged_at > n.requested_at
+                ORDER BY l.staged_at DESC
+                LIMIT 1
+            )
+            ELSE coalesce(
+                (
+                    SELECT c.embedding FROM {chunks} AS c
+                    WHERE c.model_id = {model_id} AND c.{key} = n.key AND c.text_hash = n.text_hash
+                    LIMIT 1
+                ),
+                (
+                    SELECT l.embedding FROM embed_assets.chunk_embeddings AS l
+                    WHERE l.model_id = {model_id} AND l.text_hash = n.text_hash
+                    ORDER BY l.staged_at DESC
+                    LIMIT 1
+                ),
+                (
+                    SELECT c.embedding FROM {chunks} AS c
+                    WHERE c.model_id = {model_id} AND c.text_hash = n.text_hash
+                    LIMIT 1
+                )
+            )
+        END AS embedding
+    FROM changed AS n
+),
+
+short AS MATERIALIZED (
+    SELECT DISTINCT r.source_id FROM resolved AS r WHERE r.embedding IS NULL
+),
+
+requeued AS (
+    UPDATE embed_assets.semantic_outbox AS o
+    SET status = 'pending'
+    FROM short
+    WHERE
+        o.kind = %(kind)s AND o.model_id = {model_id} AND o.source_id = short.source_id
+        AND o.wave_id = %(wave_id)s AND o.status = 'leased'
+    RETURNING o.source_id
+)
+
+INSERT INTO {chunks} AS c ({key}, chunk_index, model_id, text_hash, body, heading_path, embedding)
+SELECT r.key, r.chunk_index, {model_id}, r.text_hash, r.body, r.heading_path, r.embedding
+FROM resolved AS r
+WHERE NOT EXISTS (SELECT FROM short WHERE short.source_id = r.source_id)
+ORDER BY r.key, r.chunk_index
+ON CONFLICT ({key}, chunk_index, model_id) DO UPDATE SET
+text_hash = excluded.text_hash,
+body = excluded.body,
+heading_path = excluded.heading_path,
+embedding = excluded.embedding;
+
+-- name: delete_chunks
+-- Positions beyond the new count; of a row that is to be cleared, every chunk of every model.
+WITH surplus AS MATERIALIZED (
+    SELECT c.{key} AS key, c.chunk_index, c.model_id
+    FROM embed_assets.wave_chunks AS p
+    INNER JOIN embed_assets.semantic_outbox AS e
+        ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+    INNER JOIN {chunks} AS c ON c.{key} = {p_key}
+    WHERE
+        p.wave_id = %(wave_id)s AND p.chunk_index = -1
+        AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+        AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+        AND (
+            p.action IN ('clear', 'gone')
+            OR (p.action = 'embed' AND c.model_id = {model_id} AND c.chunk_index >= p.chunk_count)
+        )
+    ORDER BY c.{key}, c.chunk_index, c.model_id
+    FOR UPDATE OF c
+)
+DELETE FROM {chunks} AS c
+USING surplus AS s
+WHERE c.{key} = s.key AND c.chunk_index = s.chunk_index AND c.model_id = s.model_id;
+
+-- name: short_sources
+-- Planned = present, asserted: a row here is a defect of ours, and the transaction is abandoned.
+SELECT p.source_id, p.chunk_count AS planned, count(c.chunk_index) AS present
+FROM embed_assets.wave_chunks AS p
+INNER JOIN embed_assets.semantic_outbox AS e
+    ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+LEFT JOIN {chunks} AS c ON c.{key} = {p_key} AND c.model_id = {model_id}
+WHERE
+    p.wave_id = %(wave_id)s AND p.chunk_index = -1 AND p.action = 'embed'
+    AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+    AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+GROUP BY p.source_id, p.chunk_count
+HAVING p.chunk_count <> count(c.chunk_index);
+
+-- name: stamp
+-- The revision that was loaded, not the one that is there now: a later change shows as a difference.
+INSERT INTO embed_assets.semantic_stamps AS s (kind, model_id, source_id, revision, chunk_count, wave_id)
+SELECT %(kind)s, {model_id}, p.source_id, p.revision, p.chunk_count, p.wave_id
+FROM embed_assets.wave_chunks AS p
+INNER JOIN embed_assets.semantic_outbox AS e
+    ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+WHERE
+    p.wave_id = %(wave_id)s AND p.chunk_index = -1 AND p.action = 'embed'
+    AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+    AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+ORDER BY p.source_id
+ON CONFLICT (kind, model_id, source_id) DO UPDATE SET
+revision = excluded.revision,
+chunk_count = excluded.chunk_count,
+embedded_at = clock_timestamp(),
+wave_id = excluded.wave_id;
+
+-- name: unstamp
+-- A cleared row loses its stamp of every model; where search knew it, the removal is told.
+WITH cleared AS MATERIALIZED (
+    SELECT s.model_id, s.source_id
+    FROM embed_assets.wave_chunks AS p
+    INNER JOIN embed_assets.semantic_outbox AS e
+        ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+    INNER JOIN embed_assets.semantic_stamps AS s ON s.kind = %(kind)s AND s.source_id = p.source_id
+    WHERE
+        p.wave_id = %(wave_id)s AND p.chunk_index = -1 AND p.action IN ('clear', 'gone')
+        AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+        AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    ORDER BY s.source_id, s.model_id
+    FOR UPDATE OF s
+),
+
+unstamped AS (
+    DELETE FROM embed_assets.semantic_stamps AS s
+    USING cleared
+    WHERE s.kind = %(kind)s AND s.model_id = cleared.model_id AND s.source_id = cleared.source_id
+    RETURNING s.source_id, s.model_id
+)
+
+INSERT INTO embed_assets.search_outbox (kind, source_id, op)
+SELECT %(kind)s, u.source_id, 'remove'
+FROM unstamped AS u
+INNER JOIN embed_assets.corpora AS k ON k.kind = %(kind)s AND k.active_model_id = u.model_id
+ORDER BY u.source_id;
+
+-- name: invalidate_similar
+-- Appended for every row of the wave, whatever became of it.
+INSERT INTO embed_assets.similar_invalidations (kind, source_id, model_id)
+SELECT e.kind, e.source_id, e.model_id
+FROM embed_assets.semantic_outbox AS e
+WHERE
+    e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+    AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+ORDER BY e.source_id;
+
+-- name: settle
+-- The last look at the source, late and of one table. Entries leave, or go back to pending when the row is no
+-- longer what was loaded or was requested again after the claim. Every outcome is logged.
+WITH done AS MATERIALIZED (
+    SELECT
+        e.source_id,
+        e.model_id,
+        e.reason,
+        e.attempts,
+        e.enqueued_at,
+        p.action,
+        p.chunk_count,
+        e.requested_at > %(claimed_at)s AS requested_again,
+        CASE
+            WHEN p.action IN ('clear', 'gone') THEN source.indexable IS TRUE
+            ELSE source.indexable IS NOT TRUE OR source.revision IS DISTINCT FROM p.revision
+        END AS changed
+    FROM embed_assets.semantic_outbox AS e
+    INNER JOIN embed_assets.wave_chunks AS p
+        ON p.wave_id = e.wave_id AND p.source_id = e.source_id AND p.chunk_index = -1
+    LEFT JOIN {source} AS source ON source.key = {e_key}
+    WHERE
+        e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+        AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+),
+
+back AS (
+    UPDATE embed_assets.semantic_outbox AS o
+    SET
+        status = 'pending',
+        forced = o.forced AND d.requested_again,
+        attempts = 0,
+        crashes = 0,
+        timeouts = 0,
+        next_attempt_at = NULL
+    FROM done AS d
+    WHERE
+        o.kind = %(kind)s AND o.model_id = {model_id} AND o.source_id = d.source_id
+        AND (d.changed OR d.requested_again)
+    RETURNING o.source_id
+),
+
+finished AS (
+    DELETE FROM embed_assets.semantic_outbox AS o
+    USING done AS d
+    WHERE
+        o.kind = %(kind)s AND o.model_id = {model_id} AND o.source_id = d.source_id
+        AND NOT (d.changed OR d.requested_again)
+),
+
+logged AS (
+    INSERT INTO embed_assets.semantic_outbox_log
+    (kind, source_id, model_id, outcome, reason, attempts, chunks, enqueued_at, claimed_at, run_id, wave_id)
+    SELECT
+        %(kind)s,
+        d.source_id,
+        d.model_id,
+        CASE d.action WHEN 'embed' THEN 'indexed' WHEN 'clear' THEN 'removed' ELSE d.action END,
+        d.reason,
+        d.attempts,
+        d.chunk_count,
+        d.enqueued_at,
+        %(claimed_at)s,
+        %(run_id)s,
+        %(wave_id)s
+    FROM done AS d
+    ORDER BY d.source_id
+)
+
+SELECT
+    count(*) FILTER (WHERE d.action = 'embed') AS indexed,
+    count(*) FILTER (WHERE d.action = 'clear') AS removed,
+    count(*) FILTER (WHERE d.action = 'gone') AS gone,
+    count(*) FILTER (WHERE d.action = 'superseded') AS superseded,
+    count(*) FILTER (WHERE d.changed OR d.requested_again) AS back
+FROM done AS d;

@@ -1,0 +1,28 @@
+-- Migrations are applied once, in order, under one advisory lock.
+
+-- name: lock
+SELECT pg_advisory_lock(1701667428, 0);
+
+-- name: unlock
+SELECT pg_advisory_unlock(1701667428, 0);
+
+-- name: schema_exists
+SELECT to_regclass('embed_assets.schema_migrations') IS NOT NULL AS exists;
+
+-- name: create_schema
+CREATE SCHEMA IF NOT EXISTS embed_assets;
+
+-- name: create_table
+CREATE TABLE IF NOT EXISTS embed_assets.schema_migrations (
+    number integer PRIMARY KEY,
+    name text NOT NULL,
+    checksum text NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- name: applied
+SELECT number, name, checksum FROM embed_assets.schema_migrations ORDER BY number;
+
+-- name: record
+INSERT INTO embed_assets.schema_migrations (number, name, checksum)
+VALUES (%(number)s, %(name)s, %(checksum)s);
