@@ -94,9 +94,7 @@ class TableCorpus:
         if not self.table or not self.key:
             raise self._wrong("table and key", "must both be given")
         if self.key in RESERVED:
-            raise self._wrong(
-                "key", f"'{self.key}' is a column of every chunk table; give a view another name"
-            )
+            raise self._wrong("key", f"'{self.key}' is a column of every chunk table; give a view another name")
         try:
             self.prefix_fields  # noqa: B018  # parsed here so that a broken template is refused at load
         except ValueError as error:
@@ -161,9 +159,7 @@ class _Fields(dict[str, "str | None"]):
     """Prefix values: one line each, at most 200 characters, so that a prefix never crowds out its chunk."""
 
     def __init__(self, values: Mapping[str, str | None]) -> None:
-        super().__init__(
-            {k: " ".join(normalise(v or "").split())[:FIELD_CHARACTERS] for k, v in values.items()}
-        )
+        super().__init__({k: " ".join(normalise(v or "").split())[:FIELD_CHARACTERS] for k, v in values.items()})
 
 
 class Registry:
@@ -174,9 +170,7 @@ class Registry:
         tables: dict[str, str] = {}
         for corpus in corpora:
             if corpus.kind in self._corpora:
-                raise DeclarationError(
-                    f"Corpus '{corpus.kind}' is declared twice. Give each kind one declaration."
-                )
+                raise DeclarationError(f"Corpus '{corpus.kind}' is declared twice. Give each kind one declaration.")
             if other := tables.get(corpus.chunk_table):
                 raise DeclarationError(
                     f"Corpora '{other}' and '{corpus.kind}' both write {corpus.chunk_table}. "

@@ -74,7 +74,7 @@ def load_file(
     constants: Mapping[str, str] | None = None,
     close_missing: bool = False,
     strict: bool = False,
-    progress: Callable[[int], None] = lambda lines: None,  # noqa: ARG005
+    progress: Callable[[int], None] = lambda lines: None,
 ) -> LoadReport:
     """Upsert the file's lines by external_id; `progress` gets the number of lines read since its last call.
 
@@ -175,9 +175,7 @@ def _merge(cursor: Cursor, target: Target, report: LoadReport, close_missing: bo
     cursor.execute(query("load.analyze_stage"))
     for row in cursor.execute(query("load.drop_repeats")).fetchall():
         report.repeated_count = row["total"]
-        report.repeated.append(
-            BadLine(row["load_line"], f"external_id '{row['external_id']}' stands again below")
-        )
+        report.repeated.append(BadLine(row["load_line"], f"external_id '{row['external_id']}' stands again below"))
     for row in cursor.execute(query("load.field_sets")).fetchall():
         _upsert(cursor, target, row["load_fields"])
     _link_duplicates(cursor, target, report)

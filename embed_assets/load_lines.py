@@ -153,15 +153,11 @@ def encoded(column: Column, value: object, *, is_link: bool = False) -> object:
         return None
     if column.base in ("json", "jsonb"):
         return json.dumps(_well_formed(value), ensure_ascii=False)
-    if column.base in ("timestamp", "date") and not (
-        isinstance(value, str) and _ISO.fullmatch(value.strip())
-    ):
+    if column.base in ("timestamp", "date") and not (isinstance(value, str) and _ISO.fullmatch(value.strip())):
         raise ValueError(f"{column.name} is no ISO 8601 timestamp")
     if isinstance(value, list) and column.type.endswith("[]"):
         return _well_formed(value)
-    if isinstance(value, (dict, list)) or (
-        isinstance(value, bool) and (is_link or column.base in TEXT_TYPES)
-    ):
+    if isinstance(value, (dict, list)) or (isinstance(value, bool) and (is_link or column.base in TEXT_TYPES)):
         raise ValueError(f"{column.name} is a JSON {_json_name(value)}, not {column.type}")
     return well_formed(value if isinstance(value, str) else json.dumps(value))
 

@@ -38,18 +38,14 @@ def find_target(
     known = _known_columns(cursor, table, name)
     _check_options(table, known, mapping, constants)
     if close_missing and "closed_at" not in known:
-        raise ConfigurationError(
-            f"Table {table} has no column closed_at, so close_missing cannot close rows."
-        )
+        raise ConfigurationError(f"Table {table} has no column closed_at, so close_missing cannot close rows.")
     named = {"external_id", *mapping, *constants}
     key = _duplicate_key(known)
     link = "duplicate_of" if key else None
     fields = Fields(
         columns=[c for c in known.values() if not c.is_serial or c.name in named],
         mapping=mapping,
-        constants={
-            column: _constant(cursor, known[column], value, link) for column, value in constants.items()
-        },
+        constants={column: _constant(cursor, known[column], value, link) for column, value in constants.items()},
         null_when_absent=frozenset({"closed_at"} if close_missing else ()),
         link=link,
     )
@@ -59,9 +55,7 @@ def find_target(
 def _known_columns(cursor: Cursor, table: str, name: sql.Identifier) -> dict[str, Column]:
     oid = one(cursor.execute(query("load.relation"), {"table": name.as_string(cursor)}))["oid"]
     if oid is None:
-        raise ConfigurationError(
-            f"Table {table} does not exist in this database. Create it, or name another."
-        )
+        raise ConfigurationError(f"Table {table} does not exist in this database. Create it, or name another.")
     cursor.execute(query("load.lock"), {"oid": oid})
     if not one(cursor.execute(query("load.is_unique"), {"oid": oid}))["is_unique"]:
         raise ConfigurationError(

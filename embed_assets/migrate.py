@@ -100,7 +100,7 @@ def _apply(connection: psycopg.Connection[Row], files: list[Migration]) -> list[
             )
     if done and max(done) > len(files):
         raise ConfigurationError(
-            f"The database is at migration {max(done):04}, newer than this version of embed_assets. Upgrade the package."
+            f"The database is at migration {max(done):04}, newer than this version of embed_assets knows. Upgrade it."
         )
     fresh = [migration for migration in files if migration.number not in done]
     for migration in fresh:

@@ -35,13 +35,12 @@ from embed_assets.stop import Stop
 logger = logging.getLogger(__name__)
 
 SMALLEST_CHUNK = 100
+Vectors = np.ndarray[Any, Any]
 GuiltyRow = (RowRejected, CorruptRow)
 
 
 class EnqueuerPort(Protocol):
-    def enqueue(
-        self, *, scan: bool = False, allow_clear: bool = False, stop: Stop | None = None
-    ) -> Enqueued: ...
+    def enqueue(self, *, scan: bool = False, allow_clear: bool = False, stop: Stop | None = None) -> Enqueued: ...
 
 
 class OutboxPort(Protocol):
@@ -60,9 +59,7 @@ class ChunkStorePort(Protocol):
     def slices(self, wave: Wave) -> Iterator[list[str]]: ...
     def load(self, wave: Wave, ids: Sequence[str]) -> list[SourceRow]: ...
     def plan(self, wave: Wave, plans: Sequence[Plan]) -> set[bytes]: ...
-    def keep(
-        self, wave: Wave, hashes: Sequence[bytes], vectors: np.ndarray[Any, Any], *, tokens: int
-    ) -> None: ...
+    def keep(self, wave: Wave, hashes: Sequence[bytes], vectors: Vectors, *, tokens: int) -> None: ...
     def write(
         self, wave: Wave, *, ids: Sequence[str] | None = None, close: bool = True, stop: Stop | None = None
     ) -> Counts: ...
@@ -139,9 +136,7 @@ def work(ports: Ports, wave: Wave, limits: Limits, stop: Stop) -> Counts:
     return guarded(ports, wave, scope, lambda: stage(ports, wave, scope) + write(ports, wave, scope))
 
 
-def guarded(
-    ports: Ports, wave: Wave, scope: Stop, steps: Callable[[], Counts], *, last: bool = True
-) -> Counts:
+def guarded(ports: Ports, wave: Wave, scope: Stop, steps: Callable[[], Counts], *, last: bool = True) -> Counts:
     """Run steps of a wave, and settle the wave by what became of them.
 
     Raises Cancelled and EndpointTrouble after the wave was released, whatever is unexpected without releasing it
@@ -185,13 +180,9 @@ def claim(
 ) -> Iterator[Wave]:
     """Waves, until a claim is empty and a count says so too, or a limit is reached."""
     waves = rows = 0
-    while (not limits.waves or waves < limits.waves) and (
-        not limits.rows_in_all or rows < limits.rows_in_all
-    ):
+    while (not limits.waves or waves < limits.waves) and (not limits.rows_in_all or rows < limits.rows_in_all):
         left = limits.rows_in_all - rows if limits.rows_in_all else limits.rows
-        wave = ports.outbox.claim(
-            run_id, min(limits.rows, left), failed_before=failed_before, ancestors=ancestors
-        )
+        wave = ports.outbox.claim(run_id, min(limits.rows, left), failed_before=failed_before, ancestors=ancestors)
         if wave is None:
             if ancestors or not ports.outbox.claimable(failed_before=failed_before):
                 return
@@ -209,11 +200,13 @@ def drain(
     stop: Stop,
     scan: bool = True,
     allow_clear: bool = False,
+    on_enqueued: Callable[[Enqueued], None] = lambda enqueued: None,
     report: Callable[[Wave, Counts, Counts], None] = lambda wave, counts, total: None,
 ) -> tuple[Enqueued, Counts]:
     """Enqueue once, then wave after wave until nothing is due but what failed since this drain began."""
     began = ports.outbox.now()
     enqueued = ports.enqueuer.enqueue(scan=scan, allow_clear=allow_clear, stop=stop)
+    on_enqueued(enqueued)
     total = Counts()
     for wave in claim(ports, run_id, limits, failed_before=began):
         counts = work(ports, wave, limits, stop)
@@ -271,9 +264,7 @@ def _buy(
     ports: Ports, wave: Wave, plans: Iterable[Plan], missing: set[bytes], counts: Counts, stop: Stop
 ) -> dict[bytes, ClassifiedError]:
     """Embed each missing text once; returns why some were refused, by hash."""
-    texts = {
-        chunk.text_hash: chunk.sent for plan in plans for chunk in plan.chunks if chunk.text_hash in missing
-    }
+    texts = {chunk.text_hash: chunk.sent for plan in plans for chunk in plan.chunks if chunk.text_hash in missing}
     hashes = list(texts)
     rejected: dict[bytes, ClassifiedError] = {}
     if not hashes:

@@ -44,4 +44,4 @@ def text(name: str) -> str:
 
 def query(name: str, **fragments: sql.Composable) -> sql.Composed:
     """Block `file.block` with its `{placeholders}` filled by composed identifiers and fragments."""
-    return sql.SQL(text(name)).format(**fragments)  # type: ignore[arg-type]  # our own files, no literals
+    return sql.SQL(text(name)).format(**fragments)

@@ -43,18 +43,14 @@ class Answer:
     reason: str | None = None
 
 
-def search(
-    postgres: Postgres, bound: BoundCorpus, embedder: Embedder | None, text: str, *, k: int = 10
-) -> Answer:
+def search(postgres: Postgres, bound: BoundCorpus, embedder: Embedder | None, text: str, *, k: int = 10) -> Answer:
     """The `k` best rows for a question. Without an embedder, on its error or after 10 s: lexical.
 
     Raises ConfigurationError when the kind has no active model, or the embedder is another than the active one.
     """
     active = postgres.one("corpus.identity_of_active", {"kind": bound.kind})
     if active is None:
-        raise ConfigurationError(
-            f"Nothing of '{bound.kind}' is indexed yet. Run 'embed-assets drain {bound.kind}'."
-        )
+        raise ConfigurationError(f"Nothing of '{bound.kind}' is indexed yet. Run 'embed-assets drain {bound.kind}'.")
     vector, reason = _query_vector(embedder, text, bound.corpus.identity_of, active["identity"])
     fragments = bound.fragments(active["id"], dimensions=sql.Literal(active["dimensions"]))
     name = "search.lexical" if vector is None else "search.nearest"

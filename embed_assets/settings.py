@@ -1,4 +1,4 @@
-"""Settings, from the environment. Not a number or an unknown word is a clear error; below a floor is raised and said."""
+"""Settings, from the environment. What is no number or no known word is a clear error; below a floor is raised."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ class Settings(BaseSettings):
     def _raise_to_floor(cls, value: float, info: Any) -> float:
         floor = FLOORS[info.field_name]
         if value < floor:
-            logger.warning(
-                "EMBED_%s=%s is below its floor; %s is used", info.field_name.upper(), value, floor
-            )
+            logger.warning("EMBED_%s=%s is below its floor; %s is used", info.field_name.upper(), value, floor)
             return floor
         return value
 

@@ -50,9 +50,7 @@ class HashEmbedder:
         self.texts += [text for _, text in good]
         if good:
             vectors = np.stack([vector_of(text, self.dimensions) for _, text in good])
-            yield Embedded(
-                [position for position, _ in good], vectors, sum(len(text) for _, text in good) // 4
-            )
+            yield Embedded([position for position, _ in good], vectors, sum(len(text) for _, text in good) // 4)
 
     def embed_query(self, text: str, *, timeout: float) -> np.ndarray[Any, Any]:
         return vector_of(text, self.dimensions)

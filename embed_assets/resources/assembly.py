@@ -85,9 +85,7 @@ def _load(name: str) -> TableCorpus:
             f"EMBED_CORPORA names '{name}', which cannot be imported: {error}. Write it as package.module:name."
         ) from None
     if not isinstance(corpus, TableCorpus):
-        raise DeclarationError(
-            f"EMBED_CORPORA names '{name}', which is no TableCorpus but {type(corpus).__name__}."
-        )
+        raise DeclarationError(f"EMBED_CORPORA names '{name}', which is no TableCorpus but {type(corpus).__name__}.")
     return corpus
 
 

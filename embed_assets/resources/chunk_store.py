@@ -47,9 +47,7 @@ class ChunkStore:
 
     def slices(self, wave: Wave) -> Iterator[list[str]]:
         """The wave's source ids in slices of at most 8 MB of text, so that no process grows with a wave."""
-        rows = self._postgres.retrying(
-            lambda c: c.execute(self._sql("sizes", wave), parameters(wave)).fetchall()
-        )
+        rows = self._postgres.retrying(lambda c: c.execute(self._sql("sizes", wave), parameters(wave)).fetchall())
         part: list[str] = []
         held = 0
         for row in rows:
@@ -84,9 +82,7 @@ class ChunkStore:
 
         return self._postgres.retrying(work)
 
-    def keep(
-        self, wave: Wave, hashes: Sequence[bytes], vectors: np.ndarray[Any, Any], *, tokens: int
-    ) -> None:
+    def keep(self, wave: Wave, hashes: Sequence[bytes], vectors: np.ndarray[Any, Any], *, tokens: int) -> None:
         """Put one finished request into the ledger: `vectors` (n, dims) float32 for n hashes. Paid once, kept 48 h."""
         each = tokens // max(1, len(hashes))
 
@@ -119,9 +115,7 @@ class ChunkStore:
                 return written  # the commit had happened, only its answer was lost
             raise
 
-    def _write(
-        self, cursor: Cursor[Row], wave: Wave, values: dict[str, Any], close: bool, started: float
-    ) -> Counts:
+    def _write(self, cursor: Cursor[Row], wave: Wave, values: dict[str, Any], close: bool, started: float) -> Counts:
         cursor.execute(query("chunks.lock_kind_shared"), values)
         values["claimed_at"] = fence(cursor, wave)
         cursor.execute(query("outbox.lock_entries"), values)
@@ -142,9 +136,7 @@ class ChunkStore:
 
     def _written(self, wave: Wave) -> Counts | None:
         """Unknown commit outcome: closed as written under my token means done."""
-        row = self._postgres.retrying(
-            lambda c: c.execute(query("outbox.wave_counts"), parameters(wave)).fetchone()
-        )
+        row = self._postgres.retrying(lambda c: c.execute(query("outbox.wave_counts"), parameters(wave)).fetchone())
         if row is None or row.pop("outcome") != "written":
             return None
         return Counts(**{name: row[name] for name in ("indexed", "removed", "gone", "superseded")})

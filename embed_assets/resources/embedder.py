@@ -75,7 +75,7 @@ class Endpoint:
 
     @contextmanager
     def turn(self, stop: Stop) -> Iterator[None]:
-        """One embedding run at a time per endpoint, so that another can write meanwhile. Not a Dagster pool: that is deaf."""
+        """One embedding run at a time per endpoint, so that another can write meanwhile."""
         turn = int(self.key[:7], 16)
         with self._postgres.session() as connection:
             while not connection.execute(query("endpoint.try_turn"), {"turn": turn}).fetchone()["mine"]:  # type: ignore[index]

@@ -58,7 +58,7 @@ class Enqueuer:
     @contextmanager
     def _lease(self) -> Iterator[Row | None]:
         values = self._values() | {"reconcile_seconds": self._reconcile_seconds}
-        lease = self._postgres.one("outbox.acquire_enqueue_lease", values)
+        lease = self._postgres.one("enqueue.acquire_lease", values)
         if lease is None:
             yield None
             return
@@ -66,21 +66,19 @@ class Enqueuer:
         try:
             yield lease
         finally:
-            self._postgres.execute(
-                "outbox.release_enqueue_lease", values | lease["outcome"] | {"token": lease["token"]}
-            )
+            self._postgres.execute("enqueue.release_lease", values | lease["outcome"] | {"token": lease["token"]})
 
     @contextmanager
     def _batch(self, lease: Row) -> Iterator[Cursor[Row]]:
         """One committed step, fenced by the enqueuer's lease and renewing it."""
         with self._postgres.transaction() as cursor:
             values = self._values() | {"token": lease["token"]}
-            if cursor.execute(query("outbox.hold_enqueue_lease"), values).fetchone() is None:
+            if cursor.execute(query("enqueue.hold_lease"), values).fetchone() is None:
                 raise LeaseLost(f"another enqueuer of {self._bound.kind} has taken over")
             yield cursor
 
     def _fold(self, lease: Row, report: Enqueued, stop: Stop) -> None:
-        statement = query("outbox.fold", **self._bound.fragments())
+        statement = query("enqueue.fold", **self._bound.fragments())
         while True:
             stop.check()
             with self._batch(lease) as cursor:
@@ -92,21 +90,19 @@ class Enqueuer:
             if row["folded"] < FOLD_ROWS:
                 break
         if report.unknown:
-            self._warn(
-                report, f"{report.unknown} enqueued ids can be no key of {self._bound.corpus.table}: dropped"
-            )
+            self._warn(report, f"{report.unknown} enqueued ids can be no key of {self._bound.corpus.table}: dropped")
 
     def _scan(self, lease: Row, report: Enqueued, allow_clear: bool, stop: Stop) -> None:
         started = time.monotonic()
         reason = "reconcile" if lease["reconcile_due"] else "scan"
         if lease["reconcile_due"]:
             self._reconcile(lease, report, stop)
-        for after, upto in self._ranges(lease, "outbox.scan_bound", None, stop):
-            self._run(lease, "outbox.scan_range", report, after=after, upto=upto, reason=reason)
+        for after, upto in self._ranges(lease, "enqueue.scan_bound", None, stop):
+            self._run(lease, "enqueue.scan_range", report, after=after, upto=upto, reason=reason)
         for model_id in self._models:
             self._clear(lease, report, model_id, allow_clear, reason, stop)
         with self._batch(lease) as cursor:
-            statement = query("outbox.revive_changed", **self._bound.fragments())
+            statement = query("enqueue.revive_changed", **self._bound.fragments())
             report.revived += cursor.execute(statement, self._values(limit=RANGE_KEYS)).rowcount
         report.scanned = True
         lease["outcome"] = {
@@ -115,18 +111,14 @@ class Enqueuer:
             "seconds": time.monotonic() - started,
         }
 
-    def _clear(
-        self, lease: Row, report: Enqueued, model_id: int, allow: bool, reason: str, stop: Stop
-    ) -> None:
+    def _clear(self, lease: Row, report: Enqueued, model_id: int, allow: bool, reason: str, stop: Stop) -> None:
         """Rows that are gone or left search. Counted first: a source that lost most of its rows is not believed."""
-        pages = list(self._ranges(lease, "outbox.clear_bound", "", stop, model_id=model_id))
+        pages = list(self._ranges(lease, "enqueue.clear_bound", "", stop, model_id=model_id))
         stamps = to_clear = 0
         for after, upto in pages:
             with self._batch(lease) as cursor:
-                statement = query("outbox.clear_count", **self._bound.fragments())
-                row = cursor.execute(
-                    statement, self._values(after=after, upto=upto, model_id=model_id)
-                ).fetchone()
+                statement = query("enqueue.clear_count", **self._bound.fragments())
+                row = cursor.execute(statement, self._values(after=after, upto=upto, model_id=model_id)).fetchone()
             assert row is not None
             stamps, to_clear = stamps + row["stamps"], to_clear + row["to_clear"]
         if not allow and stamps > GUARD_STAMPS and to_clear > stamps / 2:
@@ -137,30 +129,22 @@ class Enqueuer:
             )
             return
         for after, upto in pages if to_clear else []:
-            self._run(
-                lease, "outbox.clear_range", report, after=after, upto=upto, model_id=model_id, reason=reason
-            )
+            self._run(lease, "enqueue.clear_range", report, after=after, upto=upto, model_id=model_id, reason=reason)
 
     def _reconcile(self, lease: Row, report: Enqueued, stop: Stop) -> None:
         for model_id in self._models:
-            statement = query("outbox.unstamp_short", **self._bound.fragments(model_id))
-            for after, upto in self._ranges(lease, "outbox.clear_bound", "", stop, model_id=model_id):
+            statement = query("enqueue.unstamp_short", **self._bound.fragments(model_id))
+            for after, upto in self._ranges(lease, "enqueue.clear_bound", "", stop, model_id=model_id):
                 with self._batch(lease) as cursor:
-                    report.unstamped += cursor.execute(
-                        statement, self._values(after=after, upto=upto)
-                    ).rowcount
+                    report.unstamped += cursor.execute(statement, self._values(after=after, upto=upto)).rowcount
 
-    def _ranges(
-        self, lease: Row, bound: str, after: Any, stop: Stop, **values: Any
-    ) -> Iterator[tuple[Any, Any]]:
+    def _ranges(self, lease: Row, bound: str, after: Any, stop: Stop, **values: Any) -> Iterator[tuple[Any, Any]]:
         """(after, upto] ranges of about 50,000 keys, the last one open."""
         statement = query(bound, **self._bound.fragments())
         while True:
             stop.check()
             with self._batch(lease) as cursor:
-                row = cursor.execute(
-                    statement, self._values(after=after, size=RANGE_KEYS, **values)
-                ).fetchone()
+                row = cursor.execute(statement, self._values(after=after, size=RANGE_KEYS, **values)).fetchone()
             upto = row["bound"] if row else None
             yield after, upto
             if upto is None:

@@ -58,7 +58,7 @@ class Outbox:
 
     def now(self) -> datetime:
         """The database's clock."""
-        return self._row("outbox.clock")["now"]  # type: ignore[no-any-return]
+        return self._row("status.clock")["now"]  # type: ignore[no-any-return]
 
     def claim(
         self,
@@ -188,24 +188,24 @@ class Outbox:
 
     def rows_per_second(self) -> float | None:
         """The recent rate of written waves, or None before there is one."""
-        rate = self._row("outbox.recent_rate", {"kind": self.kind})["rows_per_second"]
+        rate = self._row("status.recent_rate", {"kind": self.kind})["rows_per_second"]
         return float(rate) if rate is not None else None
 
     def backlog(self) -> Backlog:
         """Bounded counts of what asks for a drain. Changes nothing; milliseconds at any size."""
         values = {"kind": self.kind, "models": self.models, "limit": BACKLOG_LIMIT}
-        return Backlog(**self._row("outbox.backlog", values), limit=BACKLOG_LIMIT)
+        return Backlog(**self._row("status.backlog", values), limit=BACKLOG_LIMIT)
 
     def stale(self) -> bool:
         """The scan's own predicate, first hit only: whether a scan would enqueue or revive anything."""
-        statement = query("outbox.stale_exists", **self._bound.fragments())
+        statement = query("status.stale_exists", **self._bound.fragments())
         with self._postgres.transaction() as cursor:
             row = cursor.execute(statement, {"kind": self.kind, "model_id": self.models[0]}).fetchone()
         return bool(row and row["stale"])
 
     def status(self, identity: str) -> Status:
         """Each source row and each leftover stamp once, by state."""
-        statement = query("outbox.status", **self._bound.fragments())
+        statement = query("status.status", **self._bound.fragments())
         with self._postgres.transaction() as cursor:
             rows = cursor.execute(statement, {"kind": self.kind, "model_id": self.models[0]}).fetchall()
         return Status(self.kind, identity, {row["state"]: row["rows"] for row in rows})
@@ -239,13 +239,8 @@ def _waves(rows: Sequence[Row]) -> list[Wave]:
     waves = []
     for _, group in groupby(rows, key=lambda row: row["wave_id"]):
         entries = [dict(row) for row in group]
-        first = {
-            name: entries[0][name]
-            for name in ("wave_id", "token", "kind", "model_id", "run_id", "claimed_at")
-        }
-        waves.append(
-            Wave(**first, entries=tuple(Entry(e["entry_id"], e["source_id"], e["forced"]) for e in entries))
-        )
+        first = {name: entries[0][name] for name in ("wave_id", "token", "kind", "model_id", "run_id", "claimed_at")}
+        waves.append(Wave(**first, entries=tuple(Entry(e["entry_id"], e["source_id"], e["forced"]) for e in entries)))
     return waves
 
 

@@ -126,9 +126,7 @@ class Postgres:
     def _ready_pool(self) -> ConnectionPool[psycopg.Connection[Row]]:
         with self._making:
             if self._pool is None:
-                connect(
-                    self.url, self._application_name
-                ).close()  # a clear error now instead of a pool's time-out
+                connect(self.url, self._application_name).close()  # a clear error now instead of a pool's time-out
                 self._pool = self._make_pool()
             return self._pool
 

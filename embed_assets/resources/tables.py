@@ -126,18 +126,12 @@ def _columns(cursor: psycopg.Cursor[Row], corpus: TableCorpus, oid: int) -> dict
 def _check_key(cursor: psycopg.Cursor[Row], corpus: TableCorpus, table: Row, columns: dict[str, Row]) -> None:
     key = columns[corpus.key]
     if key["type"] not in KEY_TYPES:
-        raise _wrong(
-            corpus, "key", f"'{corpus.key}' is of type {key['type']}; allowed are integers, uuid and text"
-        )
+        raise _wrong(corpus, "key", f"'{corpus.key}' is of type {key['type']}; allowed are integers, uuid and text")
     if not key["deterministic"]:
-        raise _wrong(
-            corpus, "key", f"'{corpus.key}' has a nondeterministic collation: equal keys may be spelt twice"
-        )
+        raise _wrong(corpus, "key", f"'{corpus.key}' has a nondeterministic collation: equal keys may be spelt twice")
     if table["kind"] not in "rp":
         return  # a view has no index to show; its key is the declaration's word
-    unique = cursor.execute(
-        query("corpus.key_is_unique"), {"oid": table["oid"], "key": corpus.key}
-    ).fetchone()
+    unique = cursor.execute(query("corpus.key_is_unique"), {"oid": table["oid"], "key": corpus.key}).fetchone()
     if not key["not_null"] or not (unique and unique["is_unique"]):
         raise _wrong(corpus, "key", f"'{corpus.key}' must be NOT NULL with a unique index of its own")
 
@@ -199,7 +193,7 @@ def _column(name: str) -> sql.Composable:
 
 def _fragment(text: str) -> sql.Composable:
     """A fragment of the declaration: the project's own code, so it may stand in a statement; % is no parameter."""
-    return sql.SQL(text.replace("%", "%%").replace("{", "{{").replace("}", "}}")).format()  # type: ignore[arg-type]
+    return sql.SQL(text.replace("%", "%%").replace("{", "{{").replace("}", "}}")).format()
 
 
 def _revision(corpus: TableCorpus) -> sql.Composable:
@@ -214,9 +208,7 @@ def _rank(corpus: TableCorpus) -> sql.Composable:
         return sql.SQL("0::float8")
     if corpus.fresh_at is None:
         return sql.SQL("'Infinity'::float8")
-    return sql.SQL("coalesce(-extract(EPOCH FROM ({})), 'Infinity')::float8").format(
-        _fragment(corpus.fresh_at)
-    )
+    return sql.SQL("coalesce(-extract(EPOCH FROM ({})), 'Infinity')::float8").format(_fragment(corpus.fresh_at))
 
 
 def _canonical(key_type: str) -> sql.Composable:
@@ -237,9 +229,7 @@ def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
         cursor.execute(query("corpus.register_kind"), {"kind": bound.kind})
         cursor.execute(query("corpus.register_scan"), {"kind": bound.kind})
         key_type = sql.SQL(KEY_TYPES[bound.key_type])
-        cursor.execute(
-            query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key)
-        )
+        cursor.execute(query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key))
         if bound.corpus.similar:
             similar = sql.Identifier("embed_assets", f"similar_{bound.kind}")
             cursor.execute(query("chunks.create_similar_table", similar=similar))
@@ -294,9 +284,7 @@ def _attached(cursor: psycopg.Cursor[Row], bound: BoundCorpus, model_id: int) ->
     return bool(row and row["attached"])
 
 
-def _create_and_attach(
-    cursor: psycopg.Cursor[Row], bound: BoundCorpus, model_id: int, dimensions: int
-) -> None:
+def _create_and_attach(cursor: psycopg.Cursor[Row], bound: BoundCorpus, model_id: int, dimensions: int) -> None:
     parts: dict[str, Any] = {
         "partition": bound.partition(model_id),
         "chunks": bound.chunks,

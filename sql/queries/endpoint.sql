@@ -8,7 +8,7 @@ WHERE e.endpoint = %(endpoint)s AND e.state <> 'ok' AND e.until > clock_timestam
 -- name: rest
 -- The longer rest wins, so that processes that hit one outage together do not shorten it.
 INSERT INTO embed_assets.embedding_endpoints AS e (endpoint, state, until, reason)
-VALUES (%(endpoint)s, %(state)s, clock_timestamp() + %(seconds)s * INTERVAL '1 second', %(reason)s)
+VALUES (%(endpoint)s, %(state)s, clock_timestamp() + %(seconds)s * interval '1 second', %(reason)s)
 ON CONFLICT (endpoint) DO UPDATE SET
 state = excluded.state,
 until = greatest(e.until, excluded.until),

@@ -1,245 +1,6 @@
 -- The queue. Lock order everywhere: kind (advisory) -> wave -> entries by source id -> chunks.
 -- clock_timestamp() of the database is the only clock; it stands in a subselect where an index must see it.
 
--- name: acquire_enqueue_lease
--- One enqueuer per kind. A held row (a batch of another enqueuer commits) is a lease that is held.
-WITH free AS (
-    SELECT s.kind FROM embed_assets.corpus_scans AS s
-    WHERE s.kind = %(kind)s AND (s.until IS NULL OR s.until <= clock_timestamp())
-    FOR UPDATE SKIP LOCKED
-)
-UPDATE embed_assets.corpus_scans AS s
-SET token = gen_random_uuid(), until = clock_timestamp() + %(lease)s * INTERVAL '1 second'
-FROM free
-WHERE s.kind = free.kind
-RETURNING
-    s.token,
-    s.last_scan_at IS NULL
-    OR s.last_scan_at <= clock_timestamp() - 20 * coalesce(s.seconds, 0) * INTERVAL '1 second' AS scan_due,
-    s.last_reconcile_at IS NULL
-    OR s.last_reconcile_at <= clock_timestamp() - %(reconcile_seconds)s * INTERVAL '1 second' AS reconcile_due;
-
--- name: hold_enqueue_lease
--- First statement of each batch: fences an enqueuer that was taken over, and renews.
-UPDATE embed_assets.corpus_scans
-SET until = clock_timestamp() + %(lease)s * INTERVAL '1 second'
-WHERE kind = %(kind)s AND token = %(token)s AND until > clock_timestamp()
-RETURNING token;
-
--- name: release_enqueue_lease
-UPDATE embed_assets.corpus_scans
-SET
-    token = NULL,
-    until = NULL,
-    last_scan_at = CASE WHEN %(scanned)s THEN clock_timestamp() ELSE last_scan_at END,
-    seconds = CASE WHEN %(scanned)s THEN %(seconds)s ELSE seconds END,
-    last_reconcile_at = CASE WHEN %(reconciled)s THEN clock_timestamp() ELSE last_reconcile_at END
-WHERE kind = %(kind)s AND token = %(token)s;
-
--- name: fold
--- Feed rows become entries. requested_at is this statement's clock, read after the entry's lock is had: a
--- producer's own reading would lose requests that are committed late. The order of the inserts is the lock order.
-WITH taken AS (
-    DELETE FROM embed_assets.source_changes
-    WHERE ctid = ANY(ARRAY(
-        SELECT c.ctid FROM embed_assets.source_changes AS c
-        WHERE c.kind = %(kind)s
-        ORDER BY c.id
-        LIMIT %(limit)s
-        FOR UPDATE SKIP LOCKED
-    ))
-    RETURNING source_id AS given, reason, forced, lane, scope
-),
-
-merged AS (
-    SELECT
-        t.source_id,
-        (array_agg(t.reason ORDER BY t.lane, t.reason))[1] AS reason,
-        bool_or(t.forced) AS forced,
-        min(t.lane) AS lane,
-        max(t.scope) AS scope
-    FROM (SELECT {canonical} AS source_id, taken.* FROM taken) AS t
-    WHERE t.source_id IS NOT NULL
-    GROUP BY t.source_id
-),
-
-upserted AS (
-    INSERT INTO embed_assets.semantic_outbox AS o
-    (kind, source_id, model_id, scope, reason, lane, rank, forced)
-    SELECT
-        %(kind)s, e.source_id, m.model_id, e.scope, e.reason, e.lane, coalesce(source.rank, 'Infinity'), e.forced
-    FROM merged AS e
-    CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
-    LEFT JOIN {source} AS source ON source.key = {e_key}
-    ORDER BY e.source_id, m.model_id
-    ON CONFLICT (kind, source_id, model_id) DO UPDATE SET
-    requested_at = clock_timestamp(),
-    forced = o.forced OR excluded.forced,
-    lane = least(o.lane, excluded.lane),
-    rank = excluded.rank,
-    reason = excluded.reason,
-    attempts = 0,
-    crashes = 0,
-    timeouts = 0,
-    next_attempt_at = NULL,
-    dismissed_at = NULL,
-    status = CASE o.status WHEN 'leased' THEN 'leased' ELSE 'pending' END
-    RETURNING (o.xmax = 0) AS created
-)
-
-SELECT
-    (SELECT count(*) FROM taken) AS folded,
-    (SELECT count(*) FROM upserted WHERE upserted.created) AS created,
-    (SELECT count(*) FROM taken WHERE ({canonical}) IS NULL) AS unknown;
-
--- name: scan_bound
--- The key that ends the next range; no row when fewer keys than a range are left.
-SELECT source.key AS bound FROM {source} AS source
-WHERE source.key > %(after)s OR %(after)s IS NULL
-ORDER BY source.key
-OFFSET %(size)s - 1
-LIMIT 1;
-
--- name: scan_range
--- Indexable rows whose stamp is missing or says another revision. The anti-join on entries, not a merging
--- upsert: a scan must neither rewrite the backlog nor wait for writers.
-INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, scope, reason, lane, rank)
-SELECT %(kind)s, source.source_id, m.model_id, NULL, %(reason)s, 0, source.rank
-FROM {source} AS source
-CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
-LEFT JOIN embed_assets.semantic_stamps AS s
-    ON s.kind = %(kind)s AND s.model_id = m.model_id AND s.source_id = source.source_id
-WHERE
-    (source.key > %(after)s OR %(after)s IS NULL)
-    AND (source.key <= %(upto)s OR %(upto)s IS NULL)
-    AND source.indexable
-    AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision)
-    AND NOT EXISTS (
-        SELECT FROM embed_assets.semantic_outbox AS o
-        WHERE o.kind = %(kind)s AND o.source_id = source.source_id AND o.model_id = m.model_id
-    )
-ORDER BY source.source_id, m.model_id
-ON CONFLICT (kind, source_id, model_id) DO NOTHING;
-
--- name: clear_bound
--- The stamp that ends the next page of stamps.
-SELECT s.source_id AS bound FROM embed_assets.semantic_stamps AS s
-WHERE s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id > %(after)s
-ORDER BY s.source_id
-OFFSET %(size)s - 1
-LIMIT 1;
-
--- name: clear_count
--- How many of a page's stamps have lost their row, or its place in search: counted before anything is cleared.
-SELECT count(*) AS stamps, count(*) FILTER (WHERE source.indexable IS NOT TRUE) AS to_clear
-FROM embed_assets.semantic_stamps AS s
-LEFT JOIN {source} AS source ON source.key = {s_key}
-WHERE
-    s.kind = %(kind)s AND s.model_id = %(model_id)s
-    AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL);
-
--- name: clear_range
--- Stamped rows that are gone or not indexable are enqueued, so that a wave clears them.
-INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane, rank)
-SELECT %(kind)s, s.source_id, s.model_id, %(reason)s, 0, coalesce(source.rank, 'Infinity')
-FROM embed_assets.semantic_stamps AS s
-LEFT JOIN {source} AS source ON source.key = {s_key}
-WHERE
-    s.kind = %(kind)s AND s.model_id = %(model_id)s
-    AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL)
-    AND source.indexable IS NOT TRUE
-    AND NOT EXISTS (
-        SELECT FROM embed_assets.semantic_outbox AS o
-        WHERE o.kind = %(kind)s AND o.source_id = s.source_id AND o.model_id = s.model_id
-    )
-ORDER BY s.source_id, s.model_id
-ON CONFLICT (kind, source_id, model_id) DO NOTHING;
-
--- name: unstamp_short
--- Facts, not bookkeeping: a stamp whose chunks are not all there (pruned, restored) is deleted, so that the scan
--- finds the row; kept, staging would call it superseded.
-WITH counted AS MATERIALIZED (
-    SELECT
-        s.source_id,
-        s.chunk_count,
-        (
-            SELECT count(*) FROM {chunks} AS c WHERE c.{key} = {s_key} AND c.model_id = {model_id}
-        ) AS present
-    FROM embed_assets.semantic_stamps AS s
-    WHERE
-        s.kind = %(kind)s AND s.model_id = {model_id}
-        AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL)
-)
-DELETE FROM embed_assets.semantic_stamps AS s
-USING counted AS c
-WHERE
-    s.kind = %(kind)s AND s.model_id = {model_id} AND s.source_id = c.source_id
-    AND s.chunk_count = c.chunk_count AND c.present <> c.chunk_count;
-
--- name: stale_exists
--- The scan's own predicate, first hit only: what the sensor asks when nobody says what changed.
-SELECT
-    EXISTS (
-        SELECT FROM {source} AS source
-        LEFT JOIN embed_assets.semantic_stamps AS s
-            ON s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id = source.source_id
-        WHERE
-            source.indexable
-            AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision)
-            AND NOT EXISTS (
-                SELECT FROM embed_assets.semantic_outbox AS o
-                WHERE o.kind = %(kind)s AND o.source_id = source.source_id AND o.model_id = %(model_id)s
-            )
-    )
-    OR EXISTS (
-        SELECT FROM embed_assets.semantic_stamps AS s
-        LEFT JOIN {source} AS source ON source.key = {s_key}
-        WHERE
-            s.kind = %(kind)s AND s.model_id = %(model_id)s AND source.indexable IS NOT TRUE
-            AND NOT EXISTS (
-                SELECT FROM embed_assets.semantic_outbox AS o
-                WHERE o.kind = %(kind)s AND o.source_id = s.source_id AND o.model_id = s.model_id
-            )
-    )
-    OR EXISTS (
-        SELECT FROM embed_assets.semantic_outbox AS e
-        LEFT JOIN {source} AS source ON source.key = {e_key}
-        WHERE
-            e.kind = %(kind)s AND e.model_id = %(model_id)s AND e.status = 'dead'
-            AND (
-                source.indexable IS NOT TRUE
-                OR (e.revision_known AND e.revision IS DISTINCT FROM source.revision)
-            )
-    ) AS stale;
-
--- name: revive_changed
--- Dead entries whose source changed come back; those whose source is gone come back to be cleared and settled.
-WITH changed AS (
-    SELECT e.source_id, e.model_id
-    FROM embed_assets.semantic_outbox AS e
-    LEFT JOIN {source} AS source ON source.key = {e_key}
-    WHERE
-        e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead'
-        AND (
-            source.indexable IS NOT TRUE
-            OR (e.revision_known AND e.revision IS DISTINCT FROM source.revision)
-        )
-    ORDER BY e.source_id, e.model_id
-    LIMIT %(limit)s
-    FOR UPDATE OF e SKIP LOCKED
-)
-UPDATE embed_assets.semantic_outbox AS o
-SET
-    status = 'pending',
-    attempts = 0,
-    crashes = 0,
-    timeouts = 0,
-    next_attempt_at = NULL,
-    dismissed_at = NULL,
-    requested_at = clock_timestamp()
-FROM changed
-WHERE o.kind = %(kind)s AND o.source_id = changed.source_id AND o.model_id = changed.model_id;
-
 -- name: reap
 -- Close the waves whose lease ran out. A wave that is being written holds its row: it is skipped.
 WITH expired AS MATERIALIZED (
@@ -388,7 +149,7 @@ taken AS (
 
 wave AS (
     INSERT INTO embed_assets.claimed_waves (kind, model_id, run_id, lease_until, claimed)
-    SELECT %(kind)s, %(model_id)s, %(run_id)s, clock_timestamp() + %(lease)s * INTERVAL '1 second', count(*)
+    SELECT %(kind)s, %(model_id)s, %(run_id)s, clock_timestamp() + %(lease)s * interval '1 second', count(*)
     FROM taken
     HAVING count(*) > 0
     RETURNING wave_id, token, kind, model_id, run_id, claimed_at
@@ -429,20 +190,6 @@ SELECT EXISTS (
         AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
 ) AS claimable;
 
--- name: clock
-SELECT clock_timestamp() AS now;
-
--- name: recent_rate
--- Rows per second of the last written waves: what a run of about a minute is sized by.
-SELECT sum(recent.claimed) / nullif(sum(recent.seconds), 0) AS rows_per_second
-FROM (
-    SELECT w.claimed, coalesce(w.stage_seconds, 0) + coalesce(w.write_seconds, 0) AS seconds
-    FROM embed_assets.claimed_waves AS w
-    WHERE w.kind = %(kind)s AND w.outcome = 'written' AND w.texts > 0
-    ORDER BY w.wave_id DESC
-    LIMIT 20
-) AS recent;
-
 -- name: next_wave_number
 SELECT coalesce(max(w.wave_id), 0) + 1 AS number FROM embed_assets.claimed_waves AS w;
 
@@ -460,14 +207,14 @@ free AS MATERIALIZED (
     INNER JOIN mine ON mine.wave_id = w.wave_id AND mine.token = w.token
     WHERE
         w.closed_at IS NULL AND w.lease_until > clock_timestamp()
-        AND w.claimed_at > clock_timestamp() - INTERVAL '1 hour'
+        AND w.claimed_at > clock_timestamp() - interval '1 hour'
     ORDER BY w.wave_id
     FOR UPDATE OF w SKIP LOCKED
 ),
 
 renewed AS (
     UPDATE embed_assets.claimed_waves AS w
-    SET lease_until = clock_timestamp() + %(lease)s * INTERVAL '1 second'
+    SET lease_until = clock_timestamp() + %(lease)s * interval '1 second'
     FROM free
     WHERE w.wave_id = free.wave_id
     RETURNING w.wave_id
@@ -526,7 +273,7 @@ failed AS (
             WHEN g.deterministic OR o.attempts + 1 >= %(max_attempts)s THEN 'dead'
             ELSE 'retry_wait'
         END,
-        next_attempt_at = clock_timestamp() + INTERVAL '1 second' * greatest(
+        next_attempt_at = clock_timestamp() + interval '1 second' * greatest(
             least(5 * power(2, least(o.attempts, 20)), 600) * (0.8 + 0.4 * random()), g.delay
         ),
         error_code = g.code,
@@ -657,90 +404,3 @@ SELECT w.wave_id, w.token, w.kind, w.model_id, w.run_id, w.claimed_at
 FROM embed_assets.claimed_waves AS w
 WHERE w.kind = %(kind)s AND w.run_id = ANY(%(runs)s) AND w.closed_at IS NULL
 ORDER BY w.wave_id;
-
--- name: backlog
--- Bounded counts, by index: what asks for a drain, for sensors and loops. It changes nothing.
-SELECT
-    (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.semantic_outbox
-            WHERE kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'pending'
-            LIMIT %(limit)s
-        ) AS bounded
-    ) + (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.semantic_outbox
-            WHERE
-                kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'retry_wait'
-                AND next_attempt_at <= (SELECT clock_timestamp())
-            LIMIT %(limit)s
-        ) AS bounded
-    ) AS due,
-    (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.source_changes WHERE kind = %(kind)s LIMIT %(limit)s
-        ) AS bounded
-    ) AS feed,
-    (
-        SELECT count(*) FROM embed_assets.claimed_waves
-        WHERE kind = %(kind)s AND closed_at IS NULL AND lease_until <= (SELECT clock_timestamp())
-    ) AS expired,
-    (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.semantic_outbox WHERE kind = %(kind)s AND status = 'leased' LIMIT %(limit)s
-        ) AS bounded
-    ) AS leased,
-    (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.semantic_outbox
-            WHERE kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'dead' AND dismissed_at IS NULL
-            LIMIT %(limit)s
-        ) AS bounded
-    ) AS dead,
-    (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.semantic_outbox
-            WHERE
-                kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'retry_wait'
-                AND next_attempt_at > (SELECT clock_timestamp())
-            LIMIT %(limit)s
-        ) AS bounded
-    ) AS waiting,
-    (
-        SELECT extract(EPOCH FROM min(next_attempt_at) - clock_timestamp())::float8
-        FROM embed_assets.semantic_outbox
-        WHERE kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'retry_wait'
-    ) AS next_due_seconds,
-    (SELECT paused_at IS NOT NULL FROM embed_assets.corpora WHERE kind = %(kind)s) AS paused;
-
--- name: status
--- Every source row and every leftover stamp once; the first that applies.
-SELECT counted.state, count(*) AS rows
-FROM (
-    SELECT
-        CASE
-            WHEN o.status = 'dead' AND o.dismissed_at IS NULL THEN 'dead'
-            WHEN o.status = 'leased' THEN 'leased'
-            WHEN o.status = 'retry_wait' THEN 'waiting'
-            WHEN o.status = 'pending' OR feed.source_id IS NOT NULL THEN 'due'
-            WHEN o.status IS NULL AND source.indexable
-                AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision) THEN 'due'
-            WHEN o.status IS NULL AND source.indexable IS NOT TRUE AND s.source_id IS NOT NULL THEN 'due'
-            WHEN source.indexable AND s.source_id IS NOT NULL
-                AND s.revision IS NOT DISTINCT FROM source.revision THEN 'fresh'
-            WHEN o.dismissed_at IS NOT NULL THEN 'dismissed'
-            ELSE 'excluded'
-        END AS state
-    FROM {source} AS source
-    FULL JOIN (
-        SELECT stamped.source_id, stamped.revision FROM embed_assets.semantic_stamps AS stamped
-        WHERE stamped.kind = %(kind)s AND stamped.model_id = %(model_id)s
-    ) AS s ON s.source_id = source.source_id
-    LEFT JOIN embed_assets.semantic_outbox AS o
-        ON o.kind = %(kind)s AND o.model_id = %(model_id)s
-        AND o.source_id = coalesce(source.source_id, s.source_id)
-    LEFT JOIN (
-        SELECT DISTINCT changed.source_id FROM embed_assets.source_changes AS changed WHERE changed.kind = %(kind)s
-    ) AS feed ON feed.source_id = coalesce(source.source_id, s.source_id)
-) AS counted
-GROUP BY counted.state;

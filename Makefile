@@ -1,0 +1,39 @@
+# Needs Python 3.10 or newer and make; everything else comes from requirements.lock.
+PYTHON ?= python3
+BIN := .venv/bin
+UI ?= 1
+
+.PHONY: demo test check format lock browser chaos clean
+
+demo: .venv/ready
+	$(BIN)/python -m embed_assets.demo $(if $(filter 0,$(UI)),--no-ui,)
+
+test: .venv/ready
+	$(BIN)/pytest -n 2 --dist loadfile -q
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/sqlfluff lint sql --processes 2
+
+format: .venv/ready
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+	$(BIN)/sqlfluff fix sql --processes 2
+
+# uv installs in seconds; it is itself installed by pip, so that Python alone suffices to begin.
+.venv/ready: requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check 'uv>=0.8,<1'
+	$(BIN)/uv pip sync -q --python $(BIN)/python requirements.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
+	touch .venv/ready
+
+# The lock holds versions only: no index addresses, no hosts.
+lock:
+	$(BIN)/uv pip compile -q --universal --python-version 3.10 --group dev --no-emit-index-url --no-annotate \
+		pyproject.toml -o requirements.lock
+
+clean:
+	rm -rf .venv .embed_assets .pytest_cache .mypy_cache .ruff_cache

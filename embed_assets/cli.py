@@ -1,0 +1,256 @@
+"""The command line: the same stages as the assets, for a shell. Errors are one paragraph that says what to do.
+
+What does not belong here: any decision about rows (`pipeline`), what is printed (`console`).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embed_assets import console
+from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError, EndpointTrouble
+from embed_assets.models import Counts, Wave
+from embed_assets.resources.assembly import Kind, database_url, find_corpus, open_kind
+from embed_assets.settings import load_settings
+from embed_assets.stop import Stop
+
+logger = logging.getLogger("embed_assets")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+
+FAILED, CONFIGURATION, INTERRUPTED = 1, 2, 130
+WATCH_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
+
+KindName = Annotated[str, typer.Argument(metavar="KIND", help="A declared kind, for example jobs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+
+
+def main() -> None:
+    """Entry point of `embed-assets`. Exit code 0 done, 1 something failed, 2 wrong surroundings, 130 interrupted."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        app()
+    except Cancelled:
+        console.explain("Interrupted: what was under way is released, nothing is charged.")
+        sys.exit(INTERRUPTED)
+    except ClassifiedError as error:
+        console.explain(str(error))
+        sys.exit(FAILED)
+    except EmbedAssetsError as error:
+        console.explain(str(error))
+        sys.exit(CONFIGURATION)
+
+
+@app.command()
+def load(
+    kind: KindName,
+    file: Annotated[Path, typer.Argument(help="One JSON object a line, each with an external_id.")],
+    map_: Annotated[list[str] | None, typer.Option("--map", help="column=field; dots descend.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="column=value for every row.")] = None,
+    close_missing: Annotated[bool, typer.Option(help="Close the rows that the file does not hold.")] = False,
+    strict: Annotated[bool, typer.Option(help="Refuse the whole file when one line is bad.")] = False,
+) -> None:
+    """Upsert a JSON Lines file into the kind's table by external_id."""
+    import psycopg
+
+    from embed_assets.load import create_jobs_table, load_file
+
+    settings = load_settings()
+    corpus = find_corpus(settings, kind)
+    mapping, constants = _pairs("--map", map_), _pairs("--set", set_)
+    with psycopg.connect(database_url(settings)) as connection, console.progress(f"load {kind}") as (bar, task):
+        if corpus.table == "jobs":
+            create_jobs_table(connection)
+        report = load_file(
+            connection,
+            corpus.table,
+            file,
+            mapping=mapping,
+            constants=constants,
+            close_missing=close_missing,
+            strict=strict,
+            progress=lambda lines: bar.advance(task, lines),
+        )
+    console.print_load(report)
+
+
+@app.command()
+def drain(
+    kind: KindName,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on when the queue is empty.")] = False,
+    allow_clear: Annotated[bool, typer.Option(help="Believe a source that lost more than half of its rows.")] = False,
+) -> None:
+    """Enqueue what is stale, then embed and write wave after wave until nothing is due."""
+    with _open(kind) as opened, _until_signalled(opened) as stop:
+        _await_endpoint(opened, stop, watch)
+        total = _drain(opened, stop, scan=True, allow_clear=allow_clear)
+        while watch:
+            try:
+                _await_endpoint(opened, stop, watch)
+                if opened.outbox.backlog().work or opened.outbox.stale():
+                    total += _drain(opened, stop, scan=False, allow_clear=allow_clear)
+            except EndpointTrouble as error:
+                console.explain(str(error))
+            stop.sleep(WATCH_SECONDS)
+    if total.failed or total.dead:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def status(kind: KindName, as_json: AsJson = False) -> None:
+    """Count every source row once, by what its vectors say of it."""
+    with _open(kind) as opened:
+        report, backlog = opened.outbox.status(opened.identity), opened.outbox.backlog()
+    if as_json:
+        typer.echo(console.status_json(report, backlog))
+    else:
+        console.out.print(console.status_table(report, backlog))
+
+
+@app.command()
+def search(
+    kind: KindName,
+    text: Annotated[str, typer.Argument(help="What to look for, in any language.")],
+    k: Annotated[int, typer.Option("-k", min=1, max=1000, help="How many rows.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """The nearest rows, each by its best chunk."""
+    from embed_assets.search import search as find
+
+    with _open(kind) as opened:
+        answer = find(opened.postgres, opened.bound, opened.embedder, text, k=k)
+    if as_json:
+        typer.echo(console.answer_json(answer))
+    else:
+        console.print_answer(answer)
+
+
+@app.command()
+def migrate() -> None:
+    """Bring the database's schema embed_assets to the newest migration."""
+    from embed_assets.migrate import migrate as apply
+
+    applied = apply(database_url(load_settings()))
+    console.out.print("\n".join(applied) if applied else "nothing to migrate")
+
+
+@app.command()
+def url() -> None:
+    """Print the database's URL; the embedded server is started if it is not up."""
+    typer.echo(database_url(load_settings()))
+
+
+@app.command()
+def down() -> None:
+    """Stop the embedded server."""
+    from embed_assets import server
+
+    stopped = server.stop(load_settings().home_path)
+    console.out.print("stopped" if stopped else "was not running")
+
+
+@app.command()
+def env() -> None:
+    """Print the environment in which a plain `dagster dev` works: eval "$(embed-assets env)"."""
+    import shlex
+
+    from embed_assets.dev import dev_environment
+
+    for name, value in dev_environment(load_settings()).items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+@app.command()
+def dev(
+    host: Annotated[str, typer.Option(help="Loopback unless you put authentication in front.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 3000,
+) -> None:
+    """Start Postgres if needed, and Dagster's UI and daemon; Ctrl-C stops them."""
+    from embed_assets.dev import run_dev
+
+    raise typer.Exit(run_dev(load_settings(), host=host, port=port))
+
+
+@contextmanager
+def _open(kind: str) -> Iterator[Kind]:
+    settings = load_settings()
+    opened = open_kind(settings, find_corpus(settings, kind))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@contextmanager
+def _until_signalled(kind: Kind) -> Iterator[Stop]:
+    """SIGINT and SIGTERM end the work within seconds: the scope is cancelled, and so is a statement that runs."""
+    stop = Stop()
+
+    def end(*_: object) -> None:
+        stop.cancel()
+        threading.Thread(target=kind.postgres.cancel, daemon=True).start()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _await_endpoint(kind: Kind, stop: Stop, watch: bool) -> None:
+    """Leave a resting endpoint alone. A refused one is asked all the same: an operator who drains has mended it."""
+    while (rest := kind.endpoint.resting()) and rest.state != "refused":
+        if not watch and rest.seconds > PATIENCE_SECONDS:
+            raise EmbedAssetsError(
+                f"The embedding endpoint rests for {rest.seconds:.0f} s more ({rest.reason}). Nothing is lost; drain "
+                "again then, or use --watch."
+            )
+        console.err.print(f"the endpoint rests for {rest.seconds:.0f} s: {rest.reason}", markup=False)
+        stop.sleep(min(rest.seconds, PATIENCE_SECONDS) + 0.1)
+
+
+def _drain(kind: Kind, stop: Stop, *, scan: bool, allow_clear: bool) -> Counts:
+    from embed_assets.pipeline import drain as run
+
+    with console.progress(f"drain {kind.outbox.kind}") as (bar, task):
+
+        def report(wave: Wave, counts: Counts, total: Counts) -> None:
+            done = total.claimed
+            bar.update(task, completed=done, total=done + kind.outbox.backlog().due)
+            bar.console.print(console.wave_line(wave, counts, total), markup=False)
+
+        enqueued, total = run(
+            kind.ports,
+            f"cli-{uuid.uuid4()}",
+            limits=kind.limits,
+            stop=stop,
+            scan=scan,
+            allow_clear=allow_clear,
+            report=report,
+            on_enqueued=lambda found: bar.update(task, total=kind.outbox.backlog().due),
+        )
+    console.err.print(console.enqueued_line(enqueued), markup=False)
+    console.out.print(console.final_line(total), markup=False)
+    return total
+
+
+def _pairs(option: str, values: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for value in values or []:
+        column, found, rest = value.partition("=")
+        if not found or not column:
+            raise EmbedAssetsError(f"{option} '{value}' is not column=value. Write it like {option} title=job.name.")
+        pairs[column] = rest
+    return pairs

@@ -1,0 +1,127 @@
+"""What people see of the command line: tables, progress, log lines. No work is done here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from embed_assets.load import LoadReport
+from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
+from embed_assets.search import Answer
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+MEANINGS = {
+    "dead": "failed for good: retry or dismiss",
+    "leased": "being worked on now",
+    "waiting": "failed, tried again later",
+    "due": "to be embedded or cleared",
+    "fresh": "indexed as it is now",
+    "dismissed": "given up by an operator",
+    "excluded": "not for search",
+}
+SNIPPET = 160
+
+
+@contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[tuple[Progress, Any]]:
+    """A bar on stderr, so that stdout stays for results."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=False) as bar:
+        yield bar, bar.add_task(description, total=total)
+
+
+def explain(text: str) -> None:
+    """One paragraph about an error, to stderr."""
+    err.print(text, style="red", markup=False)
+
+
+def enqueued_line(report: Enqueued) -> str:
+    if report.skipped:
+        return "enqueued: another enqueuer is at work, skipped"
+    parts = f"enqueued {report.created}, folded {report.folded}, revived {report.revived}"
+    return parts + (f", unstamped {report.unstamped}" if report.unstamped else "")
+
+
+def wave_line(wave: Wave, counts: Counts, total: Counts) -> str:
+    """One heartbeat line per wave: its own counts, then the running totals."""
+    return (
+        f"wave {wave.wave_id}: {counts.claimed} claimed, {counts.indexed} indexed, "
+        f"{counts.removed + counts.gone} removed, {counts.texts} texts sent, {counts.reused} reused"
+        f" | so far: {total.indexed} indexed, {total.removed + total.gone} removed, {total.failed} failed, "
+        f"{total.dead} dead"
+    )
+
+
+def final_line(total: Counts) -> str:
+    """The four counters."""
+    return (
+        f"indexed={total.indexed} removed={total.removed + total.gone} failed={total.failed} dead_lettered={total.dead}"
+    )
+
+
+def status_json(status: Status, backlog: Backlog) -> str:
+    counts = {state: status.counts.get(state, 0) for state in STATES}
+    return json.dumps(
+        {
+            "kind": status.kind,
+            "model": status.identity,
+            "total": status.total,
+            **counts,
+            "feed": backlog.feed,
+            "expired_waves": backlog.expired,
+            "paused": backlog.paused,
+        }
+    )
+
+
+def status_table(status: Status, backlog: Backlog) -> Table:
+    table = Table(title=f"{status.kind} · {status.identity}", title_justify="left")
+    for heading in ("state", "rows", "what it means"):
+        table.add_column(heading, justify="right" if heading == "rows" else "left")
+    for state in STATES:
+        table.add_row(state, str(status.counts.get(state, 0)), MEANINGS[state])
+    table.add_section()
+    table.add_row("total", str(status.total), "paused" if backlog.paused else "")
+    return table
+
+
+def answer_json(answer: Answer) -> str:
+    hits = [{"source_id": h.source_id, "score": round(h.score, 4), **h.fields, "chunk": h.body} for h in answer.hits]
+    semantic = "available" if answer.semantic else "unavailable"
+    return json.dumps({"semantic": semantic, "reason": answer.reason, "hits": hits}, ensure_ascii=False)
+
+
+def print_answer(answer: Answer) -> None:
+    if not answer.semantic:
+        err.print(f"semantic: unavailable ({answer.reason}); ranked by words", style="yellow", markup=False)
+    for rank, hit in enumerate(answer.hits, 1):
+        heading = " · ".join(value for value in hit.fields.values() if value) or hit.source_id
+        body = " ".join(hit.body.split())
+        out.print(f"{rank}. {hit.score:.3f}  {heading}  [{hit.source_id}]", markup=False)
+        out.print(f"   {body[:SNIPPET]}{'…' if len(body) > SNIPPET else ''}", style="dim", markup=False)
+    if not answer.hits:
+        out.print("nothing found")
+
+
+def print_load(report: LoadReport) -> None:
+    out.print(
+        f"inserted {report.inserted}, updated {report.updated}, unchanged {report.unchanged}, closed {report.closed}"
+    )
+    for bad in report.bad_lines:
+        err.print(f"line {bad.number} skipped: {bad.reason}", style="yellow", markup=False)
+    if report.bad_count > len(report.bad_lines):
+        err.print(f"… and {report.bad_count - len(report.bad_lines)} more bad lines", style="yellow")
+    for repeated in report.repeated:
+        err.print(f"line {repeated.number}: {repeated.reason}", style="yellow", markup=False)
+    if report.closing_refused:
+        err.print(f"nothing was closed: {report.closing_refused}", style="yellow", markup=False)
+    if report.unresolved_duplicates:
+        err.print(f"{report.unresolved_duplicates} rows are duplicates of nothing known", style="yellow")

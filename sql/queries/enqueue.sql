@@ -1,0 +1,205 @@
+-- What finds work: fold the feed, scan the source, reconcile facts. Under the lease of corpus_scans, in ranges with
+-- a commit each. Every insert is ordered by key, which is the lock order of entries.
+
+-- name: acquire_lease
+-- One enqueuer per kind. A held row (a batch of another enqueuer commits) is a lease that is held.
+WITH free AS (
+    SELECT s.kind FROM embed_assets.corpus_scans AS s
+    WHERE s.kind = %(kind)s AND (s.until IS NULL OR s.until <= clock_timestamp())
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE embed_assets.corpus_scans AS s
+SET token = gen_random_uuid(), until = clock_timestamp() + %(lease)s * interval '1 second'
+FROM free
+WHERE s.kind = free.kind
+RETURNING
+    s.token,
+    s.last_scan_at IS NULL
+    OR s.last_scan_at <= clock_timestamp() - 20 * coalesce(s.seconds, 0) * interval '1 second' AS scan_due,
+    s.last_reconcile_at IS NULL
+    OR s.last_reconcile_at <= clock_timestamp() - %(reconcile_seconds)s * interval '1 second' AS reconcile_due;
+
+-- name: hold_lease
+-- First statement of each batch: fences an enqueuer that was taken over, and renews.
+UPDATE embed_assets.corpus_scans
+SET until = clock_timestamp() + %(lease)s * interval '1 second'
+WHERE kind = %(kind)s AND token = %(token)s AND until > clock_timestamp()
+RETURNING token;
+
+-- name: release_lease
+UPDATE embed_assets.corpus_scans
+SET
+    token = NULL,
+    until = NULL,
+    last_scan_at = CASE WHEN %(scanned)s THEN clock_timestamp() ELSE last_scan_at END,
+    seconds = CASE WHEN %(scanned)s THEN %(seconds)s ELSE seconds END,
+    last_reconcile_at = CASE WHEN %(reconciled)s THEN clock_timestamp() ELSE last_reconcile_at END
+WHERE kind = %(kind)s AND token = %(token)s;
+
+-- name: fold
+-- Feed rows become entries. requested_at is this statement's clock, read after the entry's lock is had: a
+-- producer's own reading would lose requests that are committed late. The order of the inserts is the lock order.
+WITH taken AS (
+    DELETE FROM embed_assets.source_changes
+    WHERE ctid = ANY(ARRAY(
+        SELECT c.ctid FROM embed_assets.source_changes AS c
+        WHERE c.kind = %(kind)s
+        ORDER BY c.id
+        LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING source_id AS given, reason, forced, lane, scope
+),
+
+merged AS (
+    SELECT
+        t.source_id,
+        (array_agg(t.reason ORDER BY t.lane, t.reason))[1] AS reason,
+        bool_or(t.forced) AS forced,
+        min(t.lane) AS lane,
+        max(t.scope) AS scope
+    FROM (SELECT {canonical} AS source_id, taken.* FROM taken) AS t
+    WHERE t.source_id IS NOT NULL
+    GROUP BY t.source_id
+),
+
+upserted AS (
+    INSERT INTO embed_assets.semantic_outbox AS o
+    (kind, source_id, model_id, scope, reason, lane, rank, forced)
+    SELECT
+        %(kind)s, e.source_id, m.model_id, e.scope, e.reason, e.lane, coalesce(source.rank, 'Infinity'), e.forced
+    FROM merged AS e
+    CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
+    LEFT JOIN {source} AS source ON source.key = {e_key}
+    ORDER BY e.source_id, m.model_id
+    ON CONFLICT (kind, source_id, model_id) DO UPDATE SET
+    requested_at = clock_timestamp(),
+    forced = o.forced OR excluded.forced,
+    lane = least(o.lane, excluded.lane),
+    rank = excluded.rank,
+    reason = excluded.reason,
+    attempts = 0,
+    crashes = 0,
+    timeouts = 0,
+    next_attempt_at = NULL,
+    dismissed_at = NULL,
+    status = CASE o.status WHEN 'leased' THEN 'leased' ELSE 'pending' END
+    RETURNING (o.xmax = 0) AS created
+)
+
+SELECT
+    (SELECT count(*) FROM taken) AS folded,
+    (SELECT count(*) FROM upserted WHERE upserted.created) AS created,
+    (SELECT count(*) FROM taken WHERE ({canonical}) IS NULL) AS unknown;
+
+-- name: scan_bound
+-- The key that ends the next range; no row when fewer keys than a range are left.
+SELECT source.key AS bound FROM {source} AS source
+WHERE source.key > %(after)s OR %(after)s IS NULL
+ORDER BY source.key
+OFFSET %(size)s - 1
+LIMIT 1;
+
+-- name: scan_range
+-- Indexable rows whose stamp is missing or says another revision. The anti-join on entries, not a merging
+-- upsert: a scan must neither rewrite the backlog nor wait for writers.
+INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, scope, reason, lane, rank)
+SELECT %(kind)s, source.source_id, m.model_id, NULL, %(reason)s, 0, source.rank
+FROM {source} AS source
+CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
+LEFT JOIN embed_assets.semantic_stamps AS s
+    ON s.kind = %(kind)s AND s.model_id = m.model_id AND s.source_id = source.source_id
+WHERE
+    (source.key > %(after)s OR %(after)s IS NULL)
+    AND (source.key <= %(upto)s OR %(upto)s IS NULL)
+    AND source.indexable
+    AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision)
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS o
+        WHERE o.kind = %(kind)s AND o.source_id = source.source_id AND o.model_id = m.model_id
+    )
+ORDER BY source.source_id, m.model_id
+ON CONFLICT (kind, source_id, model_id) DO NOTHING;
+
+-- name: clear_bound
+-- The stamp that ends the next page of stamps.
+SELECT s.source_id AS bound FROM embed_assets.semantic_stamps AS s
+WHERE s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id > %(after)s
+ORDER BY s.source_id
+OFFSET %(size)s - 1
+LIMIT 1;
+
+-- name: clear_count
+-- How many of a page's stamps have lost their row, or its place in search: counted before anything is cleared.
+SELECT count(*) AS stamps, count(*) FILTER (WHERE source.indexable IS NOT TRUE) AS to_clear
+FROM embed_assets.semantic_stamps AS s
+LEFT JOIN {source} AS source ON source.key = {s_key}
+WHERE
+    s.kind = %(kind)s AND s.model_id = %(model_id)s
+    AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL);
+
+-- name: clear_range
+-- Stamped rows that are gone or not indexable are enqueued, so that a wave clears them.
+INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane, rank)
+SELECT %(kind)s, s.source_id, s.model_id, %(reason)s, 0, coalesce(source.rank, 'Infinity')
+FROM embed_assets.semantic_stamps AS s
+LEFT JOIN {source} AS source ON source.key = {s_key}
+WHERE
+    s.kind = %(kind)s AND s.model_id = %(model_id)s
+    AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL)
+    AND source.indexable IS NOT TRUE
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS o
+        WHERE o.kind = %(kind)s AND o.source_id = s.source_id AND o.model_id = s.model_id
+    )
+ORDER BY s.source_id, s.model_id
+ON CONFLICT (kind, source_id, model_id) DO NOTHING;
+
+-- name: unstamp_short
+-- Facts, not bookkeeping: a stamp whose chunks are not all there (pruned, restored) is deleted, so that the scan
+-- finds the row; kept, staging would call it superseded.
+WITH counted AS MATERIALIZED (
+    SELECT
+        s.source_id,
+        s.chunk_count,
+        (
+            SELECT count(*) FROM {chunks} AS c WHERE c.{key} = {s_key} AND c.model_id = {model_id}
+        ) AS present
+    FROM embed_assets.semantic_stamps AS s
+    WHERE
+        s.kind = %(kind)s AND s.model_id = {model_id}
+        AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL)
+)
+DELETE FROM embed_assets.semantic_stamps AS s
+USING counted AS c
+WHERE
+    s.kind = %(kind)s AND s.model_id = {model_id} AND s.source_id = c.source_id
+    AND s.chunk_count = c.chunk_count AND c.present <> c.chunk_count;
+
+-- name: revive_changed
+-- Dead entries whose source changed come back; those whose source is gone come back to be cleared and settled.
+WITH changed AS (
+    SELECT e.source_id, e.model_id
+    FROM embed_assets.semantic_outbox AS e
+    LEFT JOIN {source} AS source ON source.key = {e_key}
+    WHERE
+        e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead'
+        AND (
+            source.indexable IS NOT TRUE
+            OR (e.revision_known AND e.revision IS DISTINCT FROM source.revision)
+        )
+    ORDER BY e.source_id, e.model_id
+    LIMIT %(limit)s
+    FOR UPDATE OF e SKIP LOCKED
+)
+UPDATE embed_assets.semantic_outbox AS o
+SET
+    status = 'pending',
+    attempts = 0,
+    crashes = 0,
+    timeouts = 0,
+    next_attempt_at = NULL,
+    dismissed_at = NULL,
+    requested_at = clock_timestamp()
+FROM changed
+WHERE o.kind = %(kind)s AND o.source_id = changed.source_id AND o.model_id = changed.model_id;

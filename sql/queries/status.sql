@@ -1,0 +1,138 @@
+-- What is asked about the queue without changing it.
+
+-- name: backlog
+-- Bounded counts, by index: what asks for a drain, for sensors and loops. It changes nothing.
+SELECT
+    (
+        SELECT count(*) FROM (
+            SELECT FROM embed_assets.semantic_outbox
+            WHERE kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'pending'
+            LIMIT %(limit)s
+        ) AS bounded
+    ) + (
+        SELECT count(*) FROM (
+            SELECT FROM embed_assets.semantic_outbox
+            WHERE
+                kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'retry_wait'
+                AND next_attempt_at <= (SELECT clock_timestamp())
+            LIMIT %(limit)s
+        ) AS bounded
+    ) AS due,
+    (
+        SELECT count(*) FROM (
+            SELECT FROM embed_assets.source_changes WHERE kind = %(kind)s LIMIT %(limit)s
+        ) AS bounded
+    ) AS feed,
+    (
+        SELECT count(*) FROM embed_assets.claimed_waves
+        WHERE kind = %(kind)s AND closed_at IS NULL AND lease_until <= (SELECT clock_timestamp())
+    ) AS expired,
+    (
+        SELECT count(*) FROM (
+            SELECT FROM embed_assets.semantic_outbox WHERE kind = %(kind)s AND status = 'leased' LIMIT %(limit)s
+        ) AS bounded
+    ) AS leased,
+    (
+        SELECT count(*) FROM (
+            SELECT FROM embed_assets.semantic_outbox
+            WHERE kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'dead' AND dismissed_at IS NULL
+            LIMIT %(limit)s
+        ) AS bounded
+    ) AS dead,
+    (
+        SELECT count(*) FROM (
+            SELECT FROM embed_assets.semantic_outbox
+            WHERE
+                kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'retry_wait'
+                AND next_attempt_at > (SELECT clock_timestamp())
+            LIMIT %(limit)s
+        ) AS bounded
+    ) AS waiting,
+    (
+        SELECT extract(EPOCH FROM min(next_attempt_at) - clock_timestamp())::float8
+        FROM embed_assets.semantic_outbox
+        WHERE kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'retry_wait'
+    ) AS next_due_seconds,
+    (SELECT paused_at IS NOT NULL FROM embed_assets.corpora WHERE kind = %(kind)s) AS paused;
+
+-- name: status
+-- Every source row and every leftover stamp once; the first that applies.
+SELECT counted.state, count(*) AS rows
+FROM (
+    SELECT
+        CASE
+            WHEN o.status = 'dead' AND o.dismissed_at IS NULL THEN 'dead'
+            WHEN o.status = 'leased' THEN 'leased'
+            WHEN o.status = 'retry_wait' THEN 'waiting'
+            WHEN o.status = 'pending' OR feed.source_id IS NOT NULL THEN 'due'
+            WHEN o.status IS NULL AND source.indexable
+                AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision) THEN 'due'
+            WHEN o.status IS NULL AND source.indexable IS NOT TRUE AND s.source_id IS NOT NULL THEN 'due'
+            WHEN source.indexable AND s.source_id IS NOT NULL
+                AND s.revision IS NOT DISTINCT FROM source.revision THEN 'fresh'
+            WHEN o.dismissed_at IS NOT NULL THEN 'dismissed'
+            ELSE 'excluded'
+        END AS state
+    FROM {source} AS source
+    FULL JOIN (
+        SELECT stamped.source_id, stamped.revision FROM embed_assets.semantic_stamps AS stamped
+        WHERE stamped.kind = %(kind)s AND stamped.model_id = %(model_id)s
+    ) AS s ON s.source_id = source.source_id
+    LEFT JOIN embed_assets.semantic_outbox AS o
+        ON o.kind = %(kind)s AND o.model_id = %(model_id)s
+        AND o.source_id = coalesce(source.source_id, s.source_id)
+    LEFT JOIN (
+        SELECT DISTINCT changed.source_id FROM embed_assets.source_changes AS changed WHERE changed.kind = %(kind)s
+    ) AS feed ON feed.source_id = coalesce(source.source_id, s.source_id)
+) AS counted
+GROUP BY counted.state;
+
+-- name: stale_exists
+-- The scan's own predicate, first hit only: what the sensor asks when nobody says what changed.
+SELECT
+    EXISTS (
+        SELECT FROM {source} AS source
+        LEFT JOIN embed_assets.semantic_stamps AS s
+            ON s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id = source.source_id
+        WHERE
+            source.indexable
+            AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision)
+            AND NOT EXISTS (
+                SELECT FROM embed_assets.semantic_outbox AS o
+                WHERE o.kind = %(kind)s AND o.source_id = source.source_id AND o.model_id = %(model_id)s
+            )
+    )
+    OR EXISTS (
+        SELECT FROM embed_assets.semantic_stamps AS s
+        LEFT JOIN {source} AS source ON source.key = {s_key}
+        WHERE
+            s.kind = %(kind)s AND s.model_id = %(model_id)s AND source.indexable IS NOT TRUE
+            AND NOT EXISTS (
+                SELECT FROM embed_assets.semantic_outbox AS o
+                WHERE o.kind = %(kind)s AND o.source_id = s.source_id AND o.model_id = s.model_id
+            )
+    )
+    OR EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS e
+        LEFT JOIN {source} AS source ON source.key = {e_key}
+        WHERE
+            e.kind = %(kind)s AND e.model_id = %(model_id)s AND e.status = 'dead'
+            AND (
+                source.indexable IS NOT TRUE
+                OR (e.revision_known AND e.revision IS DISTINCT FROM source.revision)
+            )
+    ) AS stale;
+
+-- name: recent_rate
+-- Rows per second of the last written waves: what a run of about a minute is sized by.
+SELECT sum(recent.claimed) / nullif(sum(recent.seconds), 0) AS rows_per_second
+FROM (
+    SELECT w.claimed, coalesce(w.stage_seconds, 0) + coalesce(w.write_seconds, 0) AS seconds
+    FROM embed_assets.claimed_waves AS w
+    WHERE w.kind = %(kind)s AND w.outcome = 'written' AND w.texts > 0
+    ORDER BY w.wave_id DESC
+    LIMIT 20
+) AS recent;
+
+-- name: clock
+SELECT clock_timestamp() AS now;
