@@ -1,0 +1,74 @@
+"""Assembled kinds on the test's own database, with an embedder whose vectors are a hash of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from fakes import HashEmbedder
+
+from embed_assets.corpora.jobs import jobs as jobs_corpus
+from embed_assets.corpus import Plain, TableCorpus
+from embed_assets.load import create_jobs_table
+from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.postgres import Postgres
+from embed_assets.resources.tables import bind, make_model, make_tables
+from embed_assets.settings import Settings
+
+KindMaker = Callable[..., Kind]
+
+
+@pytest.fixture
+def embedder() -> HashEmbedder:
+    """Eight dimensions; counts what it is given."""
+    return HashEmbedder()
+
+
+@pytest.fixture
+def make_kind(database_url: str, embedder: HashEmbedder) -> Iterator[KindMaker]:
+    """Assemble a kind as a process of its own would: `make_kind(corpus, embedder=…, batch_size=…)`.
+
+    Called twice for one corpus it gives two workers, each with connections and a heartbeat of its own.
+    """
+    made: list[Kind] = []
+
+    def make(corpus: TableCorpus = jobs_corpus, *, embedder: HashEmbedder = embedder, **settings: Any) -> Kind:
+        postgres = Postgres(database_url)
+        bound = bind(postgres, corpus)
+        identity = corpus.identity_of(embedder.identity)
+        make_tables(postgres, bound)
+        model_id = make_model(postgres, bound, identity, embedder.dimensions)
+        known = Settings(**{"batch_size": 4, "call_timeout_seconds": 60, **settings})
+        made.append(assemble(known, postgres, bound, embedder, identity, model_id))
+        return made[-1]
+
+    yield make
+    for kind in made:
+        kind.close()
+
+
+@pytest.fixture
+def jobs_table(db: psycopg.Connection[Any]) -> None:
+    """The built-in jobs table, empty."""
+    create_jobs_table(db)
+
+
+@pytest.fixture
+def kind(jobs_table: None, make_kind: KindMaker) -> Kind:
+    """The built-in jobs corpus: waves of four rows, vectors of eight dimensions."""
+    return make_kind()
+
+
+@pytest.fixture
+def other(kind: Kind, make_kind: KindMaker) -> Kind:
+    """A second worker on the jobs corpus."""
+    return make_kind()
+
+
+@pytest.fixture(params=["uuid", "text"])
+def notes_kind(request: pytest.FixtureRequest, db: psycopg.Connection[Any], make_kind: KindMaker) -> Kind:
+    """The corpus `notes` (note_id, body), once with uuid keys and once with text keys."""
+    db.execute(f"CREATE TABLE notes (note_id {request.param} PRIMARY KEY, body text)".encode())
+    return make_kind(TableCorpus(kind="notes", table="notes", key="note_id", text=Plain("body")))
