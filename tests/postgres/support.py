@@ -1,3 +1,4 @@
+# ruff: noqa: S608  # the columns and conditions are the tests' own
 """What the tests of the queue and of the write share: jobs, drains, looks at the tables, and gates that hold a
 transaction of ours open at a known point. Fixtures are in `conftest.py`."""
 
@@ -128,7 +129,8 @@ def stamps(db: Db, columns: str = "source_id") -> list[Any]:
 def expire(db: Db, wave: Wave) -> None:
     """The lease's time passes, by the database's clock."""
     db.execute(
-        "UPDATE embed_assets.claimed_waves SET lease_until = clock_timestamp() - interval '1 second' WHERE wave_id = %s",
+        "UPDATE embed_assets.claimed_waves SET lease_until = clock_timestamp() - interval '1 second' "
+        "WHERE wave_id = %s",
         (wave.wave_id,),
     )
 
