@@ -142,7 +142,9 @@ class ChunkStore:
         return Counts(**{name: row[name] for name in ("indexed", "removed", "gone", "superseded")})
 
     def _sql(self, name: str, wave: Wave) -> sql.Composed:
-        return query(f"chunks.{name}", **self._bound.fragments(wave.model_id))
+        fragments = self._bound.fragments(wave.model_id)
+        planned = sql.SQL("({})").format(query("chunks.planned", **fragments))
+        return query(f"chunks.{name}", **fragments, planned=planned)
 
 
 def _plan_rows(wave: Wave, plans: Sequence[Plan]) -> Iterator[tuple[Any, ...]]:

@@ -101,23 +101,29 @@ FROM STDIN (FORMAT BINARY);
 
 -- name: missing
 -- The hashes of a slice for which no vector is had: not in any row's chunk of this model, not in the ledger.
--- A forced entry accepts only what was staged after it was requested.
-SELECT DISTINCT p.text_hash
-FROM embed_assets.wave_chunks AS p
-INNER JOIN embed_assets.semantic_outbox AS e
-    ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+-- A forced entry accepts only what was staged after it was requested. OFFSET 0 keeps each look-up an index probe,
+-- whatever the planner believes of tables that fill and empty all day.
+SELECT DISTINCT n.text_hash
+FROM {planned} AS p
+CROSS JOIN LATERAL (
+    SELECT c.text_hash FROM embed_assets.wave_chunks AS c
+    WHERE c.wave_id = %(wave_id)s AND c.source_id = p.source_id AND c.chunk_index >= 0
+    OFFSET 0
+) AS n
 WHERE
-    p.wave_id = %(wave_id)s AND p.source_id = ANY(%(ids)s) AND p.chunk_index >= 0
-    AND NOT EXISTS (
+    NOT EXISTS (
         SELECT FROM embed_assets.chunk_embeddings AS l
         WHERE
-            l.model_id = {model_id} AND l.text_hash = p.text_hash
-            AND (NOT e.forced OR l.staged_at > e.requested_at)
+            l.model_id = {model_id} AND l.text_hash = n.text_hash
+            AND (NOT p.forced OR l.staged_at > p.requested_at)
+        OFFSET 0
     )
     AND (
-        e.forced
+        p.forced
         OR NOT EXISTS (
-            SELECT FROM {chunks} AS c WHERE c.model_id = {model_id} AND c.text_hash = p.text_hash
+            SELECT FROM {chunks} AS c
+            WHERE c.model_id = {model_id} AND c.text_hash = n.text_hash
+            OFFSET 0
         )
     );
 
@@ -129,16 +135,42 @@ COPY embed_assets.chunk_embeddings (model_id, text_hash, embedding, tokens) FROM
 SELECT pg_advisory_xact_lock_shared(1701667428, c.lock_id)
 FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
 
+-- name: planned
+-- Stands as `planned` in the statements below: the entries this write is about, each with its plan's header. An
+-- entry that a statement put back to pending is none any more.
+SELECT
+    e.kind,
+    e.source_id,
+    e.model_id,
+    e.reason,
+    e.attempts,
+    e.forced,
+    e.requested_at,
+    e.enqueued_at,
+    h.action,
+    h.chunk_count,
+    h.revision
+FROM embed_assets.semantic_outbox AS e
+CROSS JOIN LATERAL (
+    SELECT w.action, w.chunk_count, w.revision FROM embed_assets.wave_chunks AS w
+    WHERE w.wave_id = %(wave_id)s AND w.source_id = e.source_id AND w.chunk_index = -1
+    OFFSET 0
+) AS h
+WHERE
+    e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+    AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL);
+
 -- name: requeue_unplanned
 -- No header means the plan was lost; no plan is not zero chunks.
-UPDATE embed_assets.semantic_outbox AS o
+UPDATE embed_assets.semantic_outbox AS e
 SET status = 'pending'
 WHERE
-    o.kind = %(kind)s AND o.model_id = {model_id} AND o.wave_id = %(wave_id)s AND o.status = 'leased'
-    AND (o.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+    AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
     AND NOT EXISTS (
         SELECT FROM embed_assets.wave_chunks AS h
-        WHERE h.wave_id = o.wave_id AND h.source_id = o.source_id AND h.chunk_index = -1
+        WHERE h.wave_id = %(wave_id)s AND h.source_id = e.source_id AND h.chunk_index = -1
+        OFFSET 0
     );
 
 -- name: upsert_chunks
@@ -148,20 +180,19 @@ WHERE
 -- leave a silently short row.
 WITH changed AS MATERIALIZED (
     SELECT
-        p.source_id, {p_key} AS key, p.chunk_index, p.text_hash, p.body, p.heading_path, e.forced, e.requested_at
-    FROM embed_assets.wave_chunks AS p
-    INNER JOIN embed_assets.semantic_outbox AS e
-        ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+        p.kind, p.source_id, p.model_id, {p_key} AS key, p.forced, p.requested_at, n.chunk_index, n.text_hash,
+        n.body, n.heading_path
+    FROM {planned} AS p
+    CROSS JOIN LATERAL (
+        SELECT w.chunk_index, w.text_hash, w.body, w.heading_path FROM embed_assets.wave_chunks AS w
+        WHERE w.wave_id = %(wave_id)s AND w.source_id = p.source_id AND w.chunk_index >= 0
+        OFFSET 0
+    ) AS n
     LEFT JOIN {chunks} AS old
-        ON old.{key} = {p_key} AND old.chunk_index = p.chunk_index AND old.model_id = {model_id}
+        ON old.{key} = {p_key} AND old.chunk_index = n.chunk_index AND old.model_id = {model_id}
     WHERE
-        p.wave_id = %(wave_id)s AND p.chunk_index >= 0
-        AND e.wave_id = %(wave_id)s AND e.status = 'leased'
-        AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
-        AND (
-            e.forced OR old.text_hash IS DISTINCT FROM p.text_hash
-            OR old.heading_path IS DISTINCT FROM p.heading_path
-        )
+        p.forced OR old.text_hash IS DISTINCT FROM n.text_hash
+        OR old.heading_path IS DISTINCT FROM n.heading_path
 ),
 
 resolved AS MATERIALIZED (
@@ -197,23 +228,20 @@ resolved AS MATERIALIZED (
 ),
 
 short AS MATERIALIZED (
-    SELECT DISTINCT r.source_id FROM resolved AS r WHERE r.embedding IS NULL
+    SELECT DISTINCT r.kind, r.source_id, r.model_id FROM resolved AS r WHERE r.embedding IS NULL
 ),
 
 requeued AS (
     UPDATE embed_assets.semantic_outbox AS o
     SET status = 'pending'
-    FROM short
-    WHERE
-        o.kind = %(kind)s AND o.model_id = {model_id} AND o.source_id = short.source_id
-        AND o.wave_id = %(wave_id)s AND o.status = 'leased'
-    RETURNING o.source_id
+    FROM short AS s
+    WHERE o.kind = s.kind AND o.source_id = s.source_id AND o.model_id = s.model_id
 )
 
 INSERT INTO {chunks} AS c ({key}, chunk_index, model_id, text_hash, body, heading_path, embedding)
 SELECT r.key, r.chunk_index, {model_id}, r.text_hash, r.body, r.heading_path, r.embedding
 FROM resolved AS r
-WHERE NOT EXISTS (SELECT FROM short WHERE short.source_id = r.source_id)
+WHERE r.source_id NOT IN (SELECT s.source_id FROM short AS s)
 ORDER BY r.key, r.chunk_index
 ON CONFLICT ({key}, chunk_index, model_id) DO UPDATE SET
 text_hash = excluded.text_hash,
@@ -225,18 +253,11 @@ embedding = excluded.embedding;
 -- Positions beyond the new count; of a row that is to be cleared, every chunk of every model.
 WITH surplus AS MATERIALIZED (
     SELECT c.{key} AS key, c.chunk_index, c.model_id
-    FROM embed_assets.wave_chunks AS p
-    INNER JOIN embed_assets.semantic_outbox AS e
-        ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
+    FROM {planned} AS p
     INNER JOIN {chunks} AS c ON c.{key} = {p_key}
     WHERE
-        p.wave_id = %(wave_id)s AND p.chunk_index = -1
-        AND e.wave_id = %(wave_id)s AND e.status = 'leased'
-        AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
-        AND (
-            p.action IN ('clear', 'gone')
-            OR (p.action = 'embed' AND c.model_id = {model_id} AND c.chunk_index >= p.chunk_count)
-        )
+        p.action IN ('clear', 'gone')
+        OR (p.action = 'embed' AND c.model_id = {model_id} AND c.chunk_index >= p.chunk_count)
     ORDER BY c.{key}, c.chunk_index, c.model_id
     FOR UPDATE OF c
 )
@@ -246,29 +267,19 @@ WHERE c.{key} = s.key AND c.chunk_index = s.chunk_index AND c.model_id = s.model
 
 -- name: short_sources
 -- Planned = present, asserted: a row here is a defect of ours, and the transaction is abandoned.
-SELECT p.source_id, p.chunk_count AS planned, count(c.chunk_index) AS present
-FROM embed_assets.wave_chunks AS p
-INNER JOIN embed_assets.semantic_outbox AS e
-    ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
-LEFT JOIN {chunks} AS c ON c.{key} = {p_key} AND c.model_id = {model_id}
-WHERE
-    p.wave_id = %(wave_id)s AND p.chunk_index = -1 AND p.action = 'embed'
-    AND e.wave_id = %(wave_id)s AND e.status = 'leased'
-    AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
-GROUP BY p.source_id, p.chunk_count
-HAVING p.chunk_count <> count(c.chunk_index);
+SELECT p.source_id, p.chunk_count AS planned, n.present
+FROM {planned} AS p
+CROSS JOIN LATERAL (
+    SELECT count(*) AS present FROM {chunks} AS c WHERE c.{key} = {p_key} AND c.model_id = {model_id}
+) AS n
+WHERE p.action = 'embed' AND p.chunk_count <> n.present;
 
 -- name: stamp
 -- The revision that was loaded, not the one that is there now: a later change shows as a difference.
 INSERT INTO embed_assets.semantic_stamps AS s (kind, model_id, source_id, revision, chunk_count, wave_id)
-SELECT %(kind)s, {model_id}, p.source_id, p.revision, p.chunk_count, p.wave_id
-FROM embed_assets.wave_chunks AS p
-INNER JOIN embed_assets.semantic_outbox AS e
-    ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
-WHERE
-    p.wave_id = %(wave_id)s AND p.chunk_index = -1 AND p.action = 'embed'
-    AND e.wave_id = %(wave_id)s AND e.status = 'leased'
-    AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+SELECT p.kind, p.model_id, p.source_id, p.revision, p.chunk_count, %(wave_id)s
+FROM {planned} AS p
+WHERE p.action = 'embed'
 ORDER BY p.source_id
 ON CONFLICT (kind, model_id, source_id) DO UPDATE SET
 revision = excluded.revision,
@@ -279,66 +290,49 @@ wave_id = excluded.wave_id;
 -- name: unstamp
 -- A cleared row loses its stamp of every model; where search knew it, the removal is told.
 WITH cleared AS MATERIALIZED (
-    SELECT s.model_id, s.source_id
-    FROM embed_assets.wave_chunks AS p
-    INNER JOIN embed_assets.semantic_outbox AS e
-        ON e.kind = %(kind)s AND e.model_id = {model_id} AND e.source_id = p.source_id
-    INNER JOIN embed_assets.semantic_stamps AS s ON s.kind = %(kind)s AND s.source_id = p.source_id
-    WHERE
-        p.wave_id = %(wave_id)s AND p.chunk_index = -1 AND p.action IN ('clear', 'gone')
-        AND e.wave_id = %(wave_id)s AND e.status = 'leased'
-        AND (p.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    SELECT s.kind, s.model_id, s.source_id
+    FROM {planned} AS p
+    CROSS JOIN embed_assets.embedding_models AS m
+    INNER JOIN embed_assets.semantic_stamps AS s
+        ON s.kind = p.kind AND s.model_id = m.id AND s.source_id = p.source_id
+    WHERE p.action IN ('clear', 'gone')
     ORDER BY s.source_id, s.model_id
     FOR UPDATE OF s
 ),
 
 unstamped AS (
     DELETE FROM embed_assets.semantic_stamps AS s
-    USING cleared
-    WHERE s.kind = %(kind)s AND s.model_id = cleared.model_id AND s.source_id = cleared.source_id
-    RETURNING s.source_id, s.model_id
+    USING cleared AS c
+    WHERE s.kind = c.kind AND s.model_id = c.model_id AND s.source_id = c.source_id
+    RETURNING s.kind, s.source_id, s.model_id
 )
 
 INSERT INTO embed_assets.search_outbox (kind, source_id, op)
-SELECT %(kind)s, u.source_id, 'remove'
+SELECT u.kind, u.source_id, 'remove'
 FROM unstamped AS u
-INNER JOIN embed_assets.corpora AS k ON k.kind = %(kind)s AND k.active_model_id = u.model_id
+INNER JOIN embed_assets.corpora AS k ON k.kind = u.kind AND k.active_model_id = u.model_id
 ORDER BY u.source_id;
 
 -- name: invalidate_similar
 -- Appended for every row of the wave, whatever became of it.
 INSERT INTO embed_assets.similar_invalidations (kind, source_id, model_id)
-SELECT e.kind, e.source_id, e.model_id
-FROM embed_assets.semantic_outbox AS e
-WHERE
-    e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
-    AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
-ORDER BY e.source_id;
+SELECT p.kind, p.source_id, p.model_id
+FROM {planned} AS p
+ORDER BY p.source_id;
 
 -- name: settle
 -- The last look at the source, late and of one table. Entries leave, or go back to pending when the row is no
 -- longer what was loaded or was requested again after the claim. Every outcome is logged.
 WITH done AS MATERIALIZED (
     SELECT
-        e.source_id,
-        e.model_id,
-        e.reason,
-        e.attempts,
-        e.enqueued_at,
-        p.action,
-        p.chunk_count,
-        e.requested_at > %(claimed_at)s AS requested_again,
+        p.*,
+        p.requested_at > %(claimed_at)s AS requested_again,
         CASE
             WHEN p.action IN ('clear', 'gone') THEN source.indexable IS TRUE
             ELSE source.indexable IS NOT TRUE OR source.revision IS DISTINCT FROM p.revision
         END AS changed
-    FROM embed_assets.semantic_outbox AS e
-    INNER JOIN embed_assets.wave_chunks AS p
-        ON p.wave_id = e.wave_id AND p.source_id = e.source_id AND p.chunk_index = -1
-    LEFT JOIN {source} AS source ON source.key = {e_key}
-    WHERE
-        e.kind = %(kind)s AND e.model_id = {model_id} AND e.wave_id = %(wave_id)s AND e.status = 'leased'
-        AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    FROM {planned} AS p
+    LEFT JOIN {source} AS source ON source.key = {p_key}
 ),
 
 back AS (
@@ -352,16 +346,15 @@ back AS (
         next_attempt_at = NULL
     FROM done AS d
     WHERE
-        o.kind = %(kind)s AND o.model_id = {model_id} AND o.source_id = d.source_id
+        o.kind = d.kind AND o.source_id = d.source_id AND o.model_id = d.model_id
         AND (d.changed OR d.requested_again)
-    RETURNING o.source_id
 ),
 
 finished AS (
     DELETE FROM embed_assets.semantic_outbox AS o
     USING done AS d
     WHERE
-        o.kind = %(kind)s AND o.model_id = {model_id} AND o.source_id = d.source_id
+        o.kind = d.kind AND o.source_id = d.source_id AND o.model_id = d.model_id
         AND NOT (d.changed OR d.requested_again)
 ),
 
@@ -369,7 +362,7 @@ logged AS (
     INSERT INTO embed_assets.semantic_outbox_log
     (kind, source_id, model_id, outcome, reason, attempts, chunks, enqueued_at, claimed_at, run_id, wave_id)
     SELECT
-        %(kind)s,
+        d.kind,
         d.source_id,
         d.model_id,
         CASE d.action WHEN 'embed' THEN 'indexed' WHEN 'clear' THEN 'removed' ELSE d.action END,

@@ -178,8 +178,8 @@ WHERE
 
 -- name: revive_changed
 -- Dead entries whose source changed come back; those whose source is gone come back to be cleared and settled.
-WITH changed AS (
-    SELECT e.source_id, e.model_id
+WITH changed AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id
     FROM embed_assets.semantic_outbox AS e
     LEFT JOIN {source} AS source ON source.key = {e_key}
     WHERE
@@ -202,4 +202,4 @@ SET
     dismissed_at = NULL,
     requested_at = clock_timestamp()
 FROM changed
-WHERE o.kind = %(kind)s AND o.source_id = changed.source_id AND o.model_id = changed.model_id;
+WHERE o.kind = changed.kind AND o.source_id = changed.source_id AND o.model_id = changed.model_id;

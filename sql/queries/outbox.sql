@@ -20,6 +20,7 @@ RETURNING w.wave_id;
 -- (one that had not begun harmed nobody); the third kills.
 WITH orphans AS MATERIALIZED (
     SELECT
+        e.kind,
         e.source_id,
         e.model_id,
         w.run_id,
@@ -46,7 +47,7 @@ healed AS (
         error_message = CASE WHEN r.crash = 1 THEN 'the process that worked on it did not come back'
         ELSE o.error_message END
     FROM orphans AS r
-    WHERE o.kind = %(kind)s AND o.source_id = r.source_id AND o.model_id = r.model_id
+    WHERE o.kind = r.kind AND o.source_id = r.source_id AND o.model_id = r.model_id
     RETURNING o.*, r.run_id, r.claimed_at
 )
 
@@ -66,7 +67,7 @@ ORDER BY h.source_id;
 -- Due retries (at most a quarter) and pending entries become a wave in one statement. SKIP LOCKED: two claims
 -- never wait for each other and never share a row. An empty claim makes no wave.
 WITH retries AS MATERIALIZED (
-    SELECT o.source_id FROM embed_assets.semantic_outbox AS o
+    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'retry_wait'
         AND o.next_attempt_at <= (SELECT clock_timestamp())
@@ -78,7 +79,7 @@ WITH retries AS MATERIALIZED (
 ),
 
 pending AS MATERIALIZED (
-    SELECT o.source_id FROM embed_assets.semantic_outbox AS o
+    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
         AND o.crashes < 2 AND o.timeouts < 2
@@ -93,7 +94,7 @@ pending AS MATERIALIZED (
 -- name: claim_suspect
 -- An entry whose wave crashed or timed out twice goes alone, and only when nothing else is due.
 WITH retries AS MATERIALIZED (
-    SELECT o.source_id FROM embed_assets.semantic_outbox AS o
+    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'retry_wait'
         AND o.next_attempt_at <= (SELECT clock_timestamp())
@@ -105,7 +106,7 @@ WITH retries AS MATERIALIZED (
 ),
 
 pending AS MATERIALIZED (
-    SELECT o.source_id FROM embed_assets.semantic_outbox AS o
+    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
         AND (o.crashes >= 2 OR o.timeouts >= 2)
@@ -121,11 +122,11 @@ pending AS MATERIALIZED (
 -- What the closed waves of a re-executed run left: as new waves with new tokens. If another drain took the
 -- entries meanwhile, this is empty.
 WITH retries AS MATERIALIZED (
-    SELECT NULL::text AS source_id WHERE FALSE
+    SELECT NULL::text AS kind, NULL::text AS source_id, NULL::integer AS model_id WHERE FALSE
 ),
 
 pending AS MATERIALIZED (
-    SELECT o.source_id FROM embed_assets.semantic_outbox AS o
+    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
         AND o.crashes < 2 AND o.timeouts < 2
@@ -141,10 +142,12 @@ pending AS MATERIALIZED (
 
 -- name: lease
 -- The second half of every claim: the wave, and its entries pointed at it.
+-- Entries are looked up by the keys that come out of the first half, not by constants: without statistics (the
+-- table fills and empties all day) the planner would take a constant kind for one row and join quadratically.
 taken AS (
-    SELECT source_id FROM retries
+    SELECT kind, source_id, model_id FROM retries
     UNION ALL
-    SELECT source_id FROM pending
+    SELECT kind, source_id, model_id FROM pending
 ),
 
 wave AS (
@@ -159,7 +162,7 @@ leased AS (
     UPDATE embed_assets.semantic_outbox AS o
     SET status = 'leased', wave_id = wave.wave_id
     FROM taken, wave
-    WHERE o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.source_id = taken.source_id
+    WHERE o.kind = taken.kind AND o.source_id = taken.source_id AND o.model_id = taken.model_id
     RETURNING o.id, o.source_id, o.forced
 )
 
@@ -256,8 +259,8 @@ FOR UPDATE;
 -- name: fail
 -- One charge per entry. A change that was folded while the wave ran makes the failure old news: the entry is
 -- pending, uncharged. Backoff 5 s doubling, cap 10 min, +-20 percent, the server's own wish as minimum.
-WITH given AS (
-    SELECT g.* FROM unnest(
+WITH given AS MATERIALIZED (
+    SELECT %(kind)s::text AS kind, %(model_id)s::integer AS model_id, g.* FROM unnest(
         %(ids)s::text [], %(codes)s::text [], %(classes)s::text [], %(messages)s::text [],
         %(deterministic)s::boolean [], %(revisions)s::text [], %(known)s::boolean [], %(delays)s::float8 []
     ) AS g (source_id, code, class, message, deterministic, revision, known, delay)
@@ -285,7 +288,7 @@ failed AS (
         last_failed_at = clock_timestamp()
     FROM given AS g
     WHERE
-        o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.source_id = g.source_id
+        o.kind = g.kind AND o.source_id = g.source_id AND o.model_id = g.model_id
         AND o.wave_id = %(wave_id)s AND o.status = 'leased'
     RETURNING o.*
 ),
