@@ -1,0 +1,215 @@
+"""HTML to text: what stays, what goes, where lines end, and that no input is too odd."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lxml import etree
+
+from embed_assets.errors import TooLarge
+from embed_assets.text import MAX_CHARACTERS, chunk, clean, html, html_to_text, normalise
+
+POSTINGS = Path(__file__).resolve().parents[3] / "shared/data/jobs/ashby-multilingual.jsonl"
+
+both_parsers = pytest.mark.parametrize("parse", [html._with_libxml2, html._with_soup], ids=["libxml2", "soup"])
+
+
+def real_postings() -> list[str]:
+    if not POSTINGS.exists():
+        pytest.skip("the real postings are not here")
+    with POSTINGS.open(encoding="utf-8") as lines:
+        return [json.loads(line)["descriptionHtml"] for line in lines]
+
+
+@both_parsers
+@pytest.mark.ids("A-48")
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "<h1>Engineer</h1><p>Fish &amp; chips</p><p>caf&eacute; &#8364;5</p>",
+            "Engineer\n\nFish & chips\n\ncafé €5",
+        ),
+        ("<div>one</div><div>two</div>", "one\ntwo"),
+        ("<p>intro</p><ul><li>a</li><li>b</li></ul>outro", "intro\n\na\nb\n\noutro"),
+        ("<ul><li><p>a</p></li><li><p>b</p><ul><li>c</li></ul></li></ul>", "a\nb\nc"),
+        ("a<br>b<br/><br>c", "a\nb\n\nc"),
+        ("<table><tr><th>k</th><th>v</th></tr><tr><td>x</td><td>1</td></tr></table>", "k\tv\nx\t1"),
+        ("<p>a<p>b<ul><li>1<li>2</ul>", "a\n\nb\n\n1\n2"),
+        ("<pre>one\n  two\n\nthree</pre>", "one\ntwo\n\nthree"),
+        ("<dl><dt>term</dt><dd>meaning</dd></dl>", "term\nmeaning"),
+        ("<div><div><div>x</div></div></div>y", "x\ny"),
+    ],
+)
+def test_blocks_become_lines_and_entities_characters(parse, source, text):
+    assert parse(source) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("&amp;lt;b&amp;gt;", "&lt;b&gt;"),
+        ("&amp;amp;", "&amp;"),
+        ("&lt;script&gt;x&lt;/script&gt;", "<script>x</script>"),
+        ("a &amp;nbsp; b", "a &nbsp; b"),
+    ],
+)
+@both_parsers
+def test_entities_are_decoded_exactly_once(parse, source, text):
+    assert parse(source) == text
+
+
+@pytest.mark.ids("T09")
+@both_parsers
+def test_script_style_and_the_like_are_dropped_and_neighbours_are_not_glued(parse):
+    source = (
+        "<head><title>t</title><style>p{}</style></head><nav>Home</nav><main><p>Text</p></main>"
+        "<script>if (a<b) {}</script><style>.x{}</style><template><p>tpl</p></template>"
+        "<noscript>nojs</noscript><svg><title>t</title><text>pic</text></svg><p>End</p>"
+    )
+    assert parse(source) == "Home\n\nText\n\nEnd"
+
+
+@both_parsers
+def test_a_head_without_its_end_tag_does_not_swallow_the_body(parse):
+    assert parse("<html><head><title>t</title><body><p>Text</p></body></html>") == "Text"
+
+
+@both_parsers
+def test_what_a_head_holds_stays_out_even_if_it_could_be_seen(parse):
+    assert parse("<head><noscript><p>Enable</p></noscript></head><body>Text") == "Text"
+
+
+@pytest.mark.ids("T11")
+@both_parsers
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("aaa \n<a>bbb</a>", "aaa bbb"),
+        ("foo<span>&nbsp;</span>bar", "foo bar"),
+        ("foo<b> bar</b>", "foo bar"),
+        ("foo\u00a0bar", "foo bar"),
+        ("  <p>  a\t\n b  </p>  ", "a b"),
+        ("un<b>brok</b>en", "unbroken"),
+        ("<ul><li>a </li><li> b </li></ul>", "a\nb"),
+        ("<table><tr><td>a </td><td> b</td></tr></table>", "a\tb"),
+    ],
+)
+def test_whitespace_collapses_as_in_a_browser(parse, source, text):
+    assert parse(source) == text
+
+
+@pytest.mark.ids("T16")
+@both_parsers
+def test_text_round_inline_tags_keeps_its_order(parse):
+    assert parse("a <strong>b <i>c</i> d</strong> e<sup>f</sup> g") == "a b c d ef g"
+
+
+@both_parsers
+def test_comments_declarations_and_instructions_are_dropped(parse):
+    assert parse("<!DOCTYPE html><?php x ?>a<!-- b --><!-- <p>c</p> -->d") == "ad"
+
+
+@pytest.mark.ids("T01", "T02")
+@both_parsers
+def test_nul_and_lone_surrogates_become_the_replacement_character(parse):
+    source = html.well_formed("Ge\x00ing &#0; &#xD800; \ud800 \ud83d\ude00")
+    assert parse(source) == "Ge\ufffding \ufffd \ufffd \ufffd 😀"
+
+
+@pytest.mark.ids("T01", "T02")
+def test_plain_text_is_normalised_before_it_is_hashed():
+    assert normalise("Ge\x00ing \ud800 \udc00\ud83d\ude00\ud83d") == "Ge\ufffding \ufffd \ufffd😀\ufffd"
+    assert normalise(" a\u00a0 b \r\n c\r\rd\n \n\n\ne ") == "a b\nc\n\nd\n\ne"
+
+
+@pytest.mark.ids("T13")
+@pytest.mark.parametrize("depth", [200, 247, 248, 249, 250, 255, 256, 260, 2100])
+def test_text_below_any_depth_is_present(depth):
+    source = "before" + "<div>" * depth + "MARKER" + "</div>" * depth + "after"
+    assert html_to_text(source) == "before\nMARKER\nafter"
+
+
+@pytest.mark.ids("T14")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "<div>" * 993 + "END",
+        "<div>" * 100_000 + "END",
+        "<div>" * 100_000 + "</b>" * 100_000 + "END",
+        "<div>" * 300 + "</div>" * 300 + "<!--x-->" * 50_000 + "END",
+        "<div>" * 300 + "<a b=" * 30_000 + ">END",
+        "<div>" * 300 + "END" + "<!--" * 50_000,
+        "<div>" * 300 + "END" + "<a b=" * 30_000,
+        "<div>" * 300 + "END" + "<![CDATA[" * 30_000,
+        "<b><i>" * 30_000 + "</b></i>" * 30_000 + "END",
+    ],
+    ids=lambda source: source[:4] + source[1600:1606],
+)
+def test_deep_and_broken_documents_end_in_bounded_time(source):
+    began = time.monotonic()
+    assert html_to_text(source).endswith("END")
+    assert time.monotonic() - began < 8
+
+
+def test_documents_that_libxml2_refuses_are_read_all_the_same(monkeypatch):
+    def refuse(*_args, **_options):
+        raise etree.ParserError("refused")
+
+    monkeypatch.setattr(etree, "HTMLParser", refuse)
+    assert html_to_text("<p>a</p><p>b") == "a\n\nb"
+
+
+def test_a_slice_boundary_inside_the_source_changes_nothing(monkeypatch):
+    source = "<p>caf&eacute; – <b>naïve</b> 🎉</p><!-- c --><script>a<b</script><ul><li>x</ul>"
+    whole = html_to_text(source)
+    for size in range(1, 12):
+        monkeypatch.setattr(html, "_FEED", size)
+        assert html_to_text(source) == whole
+
+
+@pytest.mark.ids("A-51", "T18")
+@pytest.mark.parametrize(
+    "source", ["", "  ", "<p>&nbsp;</p>", "<p></p><br><ul><li></li></ul>", "<!-- x -->", "&#8203;"]
+)
+def test_markup_without_text_makes_no_chunk(source):
+    assert chunk(clean(source, "html")) == []
+
+
+def test_more_than_two_million_characters_are_refused():
+    with pytest.raises(TooLarge) as raised:
+        clean("x" * (MAX_CHARACTERS + 1), "html")
+    assert raised.value.code == "too_many_characters"
+
+
+def test_both_parsers_give_the_same_text_of_real_postings():
+    for source in real_postings():
+        assert html._with_libxml2(source) == html._with_soup(source)
+
+
+def test_no_real_posting_loses_a_word():
+    for source in real_postings():
+        words = html.BeautifulSoup(source, "html.parser").get_text(" ").split()
+        assert "".join(html_to_text(source).split()) == "".join(words)
+
+
+TAGS = "<p> </p> <div> </div> <li> </li> <pre> </pre> <br> <head> </head> <script> </script> <svg> </svg> <td>"
+ODDITIES = "<!-- --> <![CDATA[ ]]> & &amp; &#0; &#xD800; &#29; < > </ <? <! text \" ' = 一 é 😀"
+CONTROLS = ["\n", "\t", "\0", "\ud800", "\x1c", " "]
+MARKUP = st.lists(st.sampled_from([*TAGS.split(), *ODDITIES.split(), *CONTROLS]) | st.text(max_size=5)).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(MARKUP)
+def test_any_markup_gives_text_that_can_be_stored(source):
+    for text in (html_to_text(source), html._with_soup(html.well_formed(source)), normalise(source)):
+        assert text == text.strip()
+        assert "\0" not in text
+        assert "\n\n\n" not in text
+        assert "  " not in text
+        text.encode()
