@@ -27,7 +27,7 @@ FLOORS = {
 class Settings(BaseSettings):
     """One field is one variable: EMBED_ and the field's name; DATABASE_URL stands alone."""
 
-    model_config = SettingsConfigDict(env_prefix="EMBED_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="EMBED_", extra="ignore", frozen=True, allow_inf_nan=False)
 
     database_url: SecretStr | None = Field(None, validation_alias="DATABASE_URL")
     home: Path = Path(".embed_assets")
