@@ -89,8 +89,10 @@ def _load(name: str) -> TableCorpus:
     return corpus
 
 
-def open_kind(settings: Settings, corpus: TableCorpus, *, url: str | None = None) -> Kind:
-    """Migrate, check the declaration, make what is missing, and assemble.
+def open_kind(
+    settings: Settings, corpus: TableCorpus, *, url: str | None = None, embedder: Embedder | None = None
+) -> Kind:
+    """Migrate, check the declaration, make what is missing, and assemble. `embedder` stands in for the settings'.
 
     Raises ConfigurationError (DeclarationError for the declaration) before anything of the kind is made.
     """
@@ -100,7 +102,7 @@ def open_kind(settings: Settings, corpus: TableCorpus, *, url: str | None = None
     if settings.prefix_by == "server":
         corpus = replace(corpus, prefix=corpus.prefix.removeprefix("passage: "))
     bound = bind(postgres, corpus)
-    embedder = make_embedder(settings)
+    embedder = embedder or make_embedder(settings)
     identity = corpus.identity_of(embedder.identity)
     make_tables(postgres, bound)
     model_id = make_model(postgres, bound, identity, embedder.dimensions)

@@ -6,7 +6,7 @@ What does not belong here: the write that finishes entries (`chunk_store`), the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timezone
 from itertools import groupby
 from typing import Any
@@ -176,15 +176,16 @@ class Outbox:
         cursor.execute(query("outbox.drop_plans"), {"wave_ids": [wave.wave_id]})
         return Counts(dead=dead, lost=(row["released"] - dead) if row else 0)
 
-    def release_runs(self, runs: Sequence[str]) -> int:
-        """Release every open wave of these runs; returns how many there were."""
+    def release_runs(self, runs: Sequence[str], *, lapsing: Collection[int] = ()) -> int:
+        """Release every open wave of these runs but those that are to lapse; returns how many there were."""
         with self._postgres.transaction() as cursor:
             rows = cursor.execute(
                 query("outbox.open_waves_of_runs"), {"kind": self.kind, "runs": list(runs)}
             ).fetchall()
-        for row in rows:
-            self.release(Wave(**row))
-        return len(rows)
+        waves = [Wave(**row) for row in rows if row["wave_id"] not in lapsing]
+        for wave in waves:
+            self.release(wave)
+        return len(waves)
 
     def rows_per_second(self) -> float | None:
         """The recent rate of written waves, or None before there is one."""

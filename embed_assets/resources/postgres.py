@@ -43,9 +43,16 @@ class Postgres:
     Raises ConfigurationError when the database cannot be reached or lacks pgvector.
     """
 
-    def __init__(self, url: str, *, application_name: str = "embed_assets") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        application_name: str = "embed_assets",
+        statement_timeout: str = STATEMENT_TIMEOUT,
+    ) -> None:
         self.url = url
         self._application_name = application_name
+        self._statement_timeout = statement_timeout
         self._pool: ConnectionPool[psycopg.Connection[Row]] | None = None
         self._making = threading.Lock()
         self._busy: set[psycopg.Connection[Row]] = set()
@@ -57,7 +64,7 @@ class Postgres:
             cursor.execute(
                 query("session.begin"),
                 {
-                    "statement_timeout": STATEMENT_TIMEOUT,
+                    "statement_timeout": self._statement_timeout,
                     "lock_timeout": lock_timeout,
                     "idle_timeout": IDLE_TIMEOUT,
                 },

@@ -180,17 +180,22 @@ ORDER BY w.wave_id, e.source_id;
 
 -- name: claimable
 -- "Empty" is believed only when this says so: a claim may have skipped rows that somebody had locked.
-SELECT EXISTS (
-    SELECT FROM embed_assets.semantic_outbox AS o
-    WHERE
-        o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'pending'
-        AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
-) OR EXISTS (
-    SELECT FROM embed_assets.semantic_outbox AS o
-    WHERE
-        o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'retry_wait'
-        AND o.next_attempt_at <= (SELECT clock_timestamp())
-        AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+-- A paused kind gives nothing, however much is due: whoever waits for it would wait for ever.
+SELECT NOT EXISTS (
+    SELECT FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s AND c.paused_at IS NOT NULL
+) AND (
+    EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS o
+        WHERE
+            o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'pending'
+            AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+    ) OR EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS o
+        WHERE
+            o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'retry_wait'
+            AND o.next_attempt_at <= (SELECT clock_timestamp())
+            AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+    )
 ) AS claimable;
 
 -- name: next_wave_number
