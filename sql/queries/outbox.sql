@@ -264,6 +264,8 @@ FOR UPDATE;
 -- name: fail
 -- One charge per entry. A change that was folded while the wave ran makes the failure old news: the entry is
 -- pending, uncharged. Backoff 5 s doubling, cap 10 min, +-20 percent, the server's own wish as minimum.
+-- The revision that failed is the loaded one; where the failure does not know it, the wave's plan does. Without it
+-- a dead entry would not come back when its source changes.
 WITH given AS MATERIALIZED (
     SELECT %(kind)s::text AS kind, %(model_id)s::integer AS model_id, g.* FROM unnest(
         %(ids)s::text [], %(codes)s::text [], %(classes)s::text [], %(messages)s::text [],
@@ -277,7 +279,6 @@ failed AS (
         attempts = o.attempts + 1,
         failures = o.failures + 1,
         status = CASE
-            WHEN o.requested_at > %(claimed_at)s THEN 'pending'
             WHEN g.deterministic OR o.attempts + 1 >= %(max_attempts)s THEN 'dead'
             ELSE 'retry_wait'
         END,
@@ -287,15 +288,27 @@ failed AS (
         error_code = g.code,
         error_class = g.class,
         error_message = g.message,
-        revision = g.revision,
-        revision_known = g.known,
+        revision = CASE WHEN g.known THEN g.revision ELSE p.revision END,
+        revision_known = g.known OR p.source_id IS NOT NULL,
         first_failed_at = coalesce(o.first_failed_at, clock_timestamp()),
         last_failed_at = clock_timestamp()
     FROM given AS g
+    LEFT JOIN embed_assets.wave_chunks AS p
+        ON p.wave_id = %(wave_id)s AND p.source_id = g.source_id AND p.chunk_index = -1
     WHERE
         o.kind = g.kind AND o.source_id = g.source_id AND o.model_id = g.model_id
-        AND o.wave_id = %(wave_id)s AND o.status = 'leased'
+        AND o.wave_id = %(wave_id)s AND o.status = 'leased' AND o.requested_at <= %(claimed_at)s
     RETURNING o.*
+),
+
+back AS (
+    UPDATE embed_assets.semantic_outbox AS o
+    SET status = 'pending'
+    FROM given AS g
+    WHERE
+        o.kind = g.kind AND o.source_id = g.source_id AND o.model_id = g.model_id
+        AND o.wave_id = %(wave_id)s AND o.status = 'leased' AND o.requested_at > %(claimed_at)s
+    RETURNING o.source_id
 ),
 
 logged AS (
@@ -315,7 +328,7 @@ logged AS (
 SELECT
     count(*) FILTER (WHERE f.status = 'dead') AS dead,
     count(*) FILTER (WHERE f.status = 'retry_wait') AS failed,
-    count(*) FILTER (WHERE f.status = 'pending') AS back
+    (SELECT count(*) FROM back) AS back
 FROM failed AS f;
 
 -- name: count_failures
