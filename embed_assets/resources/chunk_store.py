@@ -64,8 +64,14 @@ class ChunkStore:
         """Rows with text, revision and indexable of one snapshot. Raises RowRejected or CorruptRow if one is guilty."""
         values = parameters(wave) | {"ids": list(ids), "max_bytes": MAX_ROW_BYTES}
         statement = self._sql("load", wave)
-        rows = self._postgres.retrying(lambda c: c.execute(statement, values).fetchall())
-        return [SourceRow(**row) for row in rows]
+
+        def work(cursor: Cursor[Row]) -> list[Row]:
+            rows = cursor.execute(statement, values).fetchall()
+            if rows and len(wave.entries) == 1:
+                cursor.execute(query("chunks.note_revision"), values | {"revision": rows[0]["revision"]})
+            return rows
+
+        return [SourceRow(**row) for row in self._postgres.retrying(work)]
 
     def plan(self, wave: Wave, plans: Sequence[Plan]) -> set[bytes]:
         """Keep what is to be done until the write; returns the hashes for which a vector must be bought."""

@@ -89,6 +89,15 @@ WHERE
     AND e.source_id = ANY(%(ids)s)
 ORDER BY e.source_id;
 
+-- name: note_revision
+-- A suspect that kills its process cannot say afterwards what it was: noted before work on it begins, so that it
+-- comes back from the dead when its source changes. Suspects are alone in their wave.
+UPDATE embed_assets.semantic_outbox AS o
+SET revision = %(revision)s, revision_known = TRUE
+WHERE
+    o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.source_id = ANY(%(ids)s)
+    AND o.wave_id = %(wave_id)s AND o.status = 'leased' AND (o.crashes >= 2 OR o.timeouts >= 2);
+
 -- name: unplan
 -- A row that is planned anew (smaller chunks) drops its first plan.
 DELETE FROM embed_assets.wave_chunks
