@@ -10,7 +10,10 @@ WITH expired AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 )
 UPDATE embed_assets.claimed_waves AS w
-SET closed_at = clock_timestamp(), outcome = 'expired', lost = w.claimed
+SET
+    closed_at = clock_timestamp(),
+    outcome = 'expired',
+    lost = w.claimed - (w.indexed + w.removed + w.gone + w.superseded + w.failed + w.dead)
 FROM expired
 WHERE w.wave_id = expired.wave_id
 RETURNING w.wave_id;
