@@ -1,0 +1,1 @@
+"""The assets of a drain, one module per part of the chain."""

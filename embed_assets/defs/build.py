@@ -1,0 +1,60 @@
+"""One project's Definitions from its declarations. Works inside anybody's Dagster project, and fresh for each test.
+
+    defs = Definitions.merge(build_definitions(corpora=[jobs, tickets]), my_own_definitions)
+
+What does not belong here: reading a project's own modules (`definitions.py` does that for the shipped project).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dagster import Definitions, in_process_executor
+
+from embed_assets.corpus import TableCorpus
+from embed_assets.defs import jobs, schedules, sensors
+from embed_assets.defs.assets.outbox import semantic_outbox
+from embed_assets.defs.assets.similar import similar_invalidations
+from embed_assets.defs.assets.waves import chunk_embeddings, claimed_waves, semantic_chunks
+from embed_assets.embedding import Embedder
+from embed_assets.resources.dagster import (
+    ChunkStoreResource,
+    EmbedderResource,
+    OutboxResource,
+    PostgresResource,
+)
+from embed_assets.resources.opened import OpenKinds
+from embed_assets.settings import Settings, load_settings
+
+CHAIN = (semantic_outbox, claimed_waves, chunk_embeddings, semantic_chunks, similar_invalidations)
+
+
+def build_definitions(
+    corpora: Sequence[TableCorpus], *, settings: Settings | None = None, embedder: Embedder | None = None
+) -> Definitions:
+    """Assets, job, sensor and schedule of each kind. Nothing is connected to until something runs.
+
+    `settings` default to the environment's; `embedder` stands in for the one they name. Raises ConfigurationError.
+    """
+    opened = OpenKinds(settings or load_settings(), corpora, embedder)
+    kinds = opened.registry.kinds
+    drains = {kind: jobs.drain(kind) for kind in kinds}
+    return Definitions(
+        assets=[make(kind) for kind in kinds for make in CHAIN],
+        jobs=list(drains.values()),
+        sensors=[sensors.outbox(kind, job, opened) for kind, job in drains.items()],
+        schedules=[schedules.scan(kind, job, opened) for kind, job in drains.items()],
+        resources=resources(opened),
+        executor=in_process_executor,
+    )
+
+
+def resources(opened: OpenKinds) -> dict[str, object]:
+    """By the names under which the UI shows them and the assets take them."""
+    postgres = PostgresResource(opened=opened)
+    return {
+        "postgres": postgres,
+        "outbox": OutboxResource(postgres=postgres),
+        "embedder": EmbedderResource(postgres=postgres),
+        "chunk_store": ChunkStoreResource(postgres=postgres),
+    }

@@ -1,0 +1,62 @@
+"""Metadata of the materialisations: numbers under stable keys, so that the UI charts them over time.
+
+What does not belong here: texts of rows, ids of rows, anything that grows with the number of rows.
+"""
+
+from __future__ import annotations
+
+from embed_assets.models import Backlog, Counts, Enqueued, Wave
+
+Numbers = dict[str, int | float]
+
+
+def of_enqueue(enqueued: Enqueued, backlog: Backlog) -> Numbers:
+    """What was found, and how the queue stands now."""
+    return {
+        "feed_rows_folded": enqueued.folded,
+        "entries_created": enqueued.created,
+        "entries_revived": enqueued.revived,
+        "stamps_repaired": enqueued.unstamped,
+        "ids_unknown": enqueued.unknown,
+        "scanned": int(enqueued.scanned),
+        "skipped": int(enqueued.skipped),
+        "rows_due": backlog.due,
+        "rows_leased": backlog.leased,
+        "rows_waiting": backlog.waiting,
+        "rows_dead": backlog.dead,
+    }
+
+
+def of_claim(waves: list[Wave]) -> Numbers:
+    return {"waves": len(waves), "rows_claimed": sum(len(wave.entries) for wave in waves)}
+
+
+def of_staging(counts: Counts, *, waves: int, released: int, seconds: float) -> Numbers:
+    """`chunks_reused` cost nothing: their vectors were in the chunk table or the ledger."""
+    return {
+        "waves": waves,
+        "waves_released": released,
+        "rows_claimed": counts.claimed,
+        "chunks": counts.chunks,
+        "chunks_reused": counts.reused,
+        "texts_embedded": counts.texts,
+        "tokens": counts.tokens,
+        "rows_failed": counts.failed,
+        "rows_dead": counts.dead,
+        "rows_back": counts.back + counts.lost,
+        "seconds": round(seconds, 3),
+        "texts_per_second": round(counts.texts / seconds, 1) if seconds > 0 else 0.0,
+    }
+
+
+def of_writing(counts: Counts, *, waves: int, seconds: float) -> Numbers:
+    return {
+        "waves": waves,
+        "rows_indexed": counts.indexed,
+        "rows_removed": counts.removed + counts.gone,
+        "rows_superseded": counts.superseded,
+        "rows_failed": counts.failed,
+        "rows_dead": counts.dead,
+        "rows_back": counts.back + counts.lost,
+        "seconds": round(seconds, 3),
+    }
