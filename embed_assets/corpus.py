@@ -91,10 +91,14 @@ class TableCorpus:
             raise self._wrong("kind", "must be a lower-case word of at most 40 letters, digits and _")
         if not _WORD.match(self.chunk_table):
             raise self._wrong("chunks", f"'{self.chunk_table}' is no lower-case table name")
+        if self.chunk_table.startswith("similar_"):
+            raise self._wrong("chunks", f"'{self.chunk_table}' is the name of a table of neighbours")
         if not self.table or not self.key:
             raise self._wrong("table and key", "must both be given")
         if self.key in RESERVED:
             raise self._wrong("key", f"'{self.key}' is a column of every chunk table; give a view another name")
+        if "%" in self.key:
+            raise self._wrong("key", f"'{self.key}' holds a percent sign; give a view another name")
         try:
             self.prefix_fields  # noqa: B018  # parsed here so that a broken template is refused at load
         except ValueError as error:

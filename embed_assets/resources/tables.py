@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 from psycopg import errors, sql
 
-from embed_assets.corpus import TableCorpus
+from embed_assets.corpus import RESERVED, TableCorpus
 from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.queries import query
 from embed_assets.resources.postgres import Postgres, Row
@@ -29,10 +31,12 @@ KEY_TYPES = {
     "text": "text",
     "varchar": "text",
 }
+KEY_COLUMNS = {"smallint": "int2", "integer": "int4", "bigint": "int8", "uuid": "uuid", "text": "text"}
 INTEGER_LIMITS = {"int2": 2**15, "int4": 2**31, "int8": 2**63}
 UUID_FORM = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
 INTEGER_FORM = "^(0|-?[1-9][0-9]{0,18})$"
 ATTACH_TRIES = 20
+MAINTAINER = "Use the role that ran 'embed-assets migrate', or grant it what that role has on schema embed_assets."
 
 
 @dataclass(frozen=True)
@@ -86,22 +90,31 @@ class BoundCorpus:
         }
 
 
+@contextmanager
+def _rights(what: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except errors.InsufficientPrivilege as error:
+        raise ConfigurationError(f"The database role may not {what}: {error.diag.message_primary}. {advice}") from None
+
+
 def bind(postgres: Postgres, corpus: TableCorpus) -> BoundCorpus:
     """Check a declaration against its table. Raises DeclarationError naming what is wrong, before anything is made."""
-    with postgres.transaction() as cursor:
+    with _rights(f"read {corpus.table}", "Grant it USAGE on the schema and SELECT."), postgres.transaction() as cursor:
         table = cursor.execute(query("corpus.table_of"), {"table": corpus.table}).fetchone()
         if table is None:
             raise _wrong(corpus, "table", f"'{corpus.table}' does not exist in this database")
         columns = _columns(cursor, corpus, table["oid"])
         _check_key(cursor, corpus, table, columns)
         bound = _compose(corpus, table, columns)
-        _try(cursor, bound)
         hidden = cursor.execute(query("corpus.hidden_by_row_security"), {"oid": table["oid"]}).fetchone()
         if hidden and hidden["hidden"]:
             raise ConfigurationError(
                 f"Row security on {corpus.table} hides rows from this database role, so they would be taken for "
                 "deleted. Use the table's owner, or a role with BYPASSRLS."
             )
+        _try(cursor, bound)
+        _check_chunk_table(cursor, bound)
     return bound
 
 
@@ -136,14 +149,24 @@ def _check_key(cursor: psycopg.Cursor[Row], corpus: TableCorpus, table: Row, col
         raise _wrong(corpus, "key", f"'{corpus.key}' must be NOT NULL with a unique index of its own")
 
 
+@_rights("use the schema embed_assets", MAINTAINER)
+def _check_chunk_table(cursor: psycopg.Cursor[Row], bound: BoundCorpus) -> None:
+    """Refuse a table of that name that is no chunk table of this key: another kind's, ours, an old declaration's."""
+    corpus, name = bound.corpus, f"embed_assets.{bound.corpus.chunk_table}"
+    table = cursor.execute(query("corpus.table_of"), {"table": name}).fetchone()
+    if table is None:
+        return
+    types = {row["name"]: row["type"] for row in cursor.execute(query("corpus.columns_of"), {"oid": table["oid"]})}
+    if set(types) != RESERVED | {corpus.key} or types[corpus.key] != KEY_COLUMNS[KEY_TYPES[bound.key_type]]:
+        raise _wrong(corpus, "chunks", f"names {name}, which exists and is no chunk table for the key '{corpus.key}'")
+
+
 def _try(cursor: psycopg.Cursor[Row], bound: BoundCorpus) -> None:
     try:
         cursor.execute(query("corpus.try_source", source=bound.source), {})
-    except (errors.SyntaxErrorOrAccessRuleViolation, errors.DataError) as error:
+    except (psycopg.ProgrammingError, psycopg.DataError, psycopg.NotSupportedError) as error:
         if isinstance(error, errors.InsufficientPrivilege):
-            raise ConfigurationError(
-                f"The database role may not read {bound.corpus.table}: {error.diag.message_primary}. Grant it SELECT."
-            ) from None
+            raise
         raise _wrong(
             bound.corpus,
             "revision, fresh_at or indexable",
@@ -153,7 +176,7 @@ def _try(cursor: psycopg.Cursor[Row], bound: BoundCorpus) -> None:
 
 def _compose(corpus: TableCorpus, table: Row, columns: dict[str, Row]) -> BoundCorpus:
     key = columns[corpus.key]
-    name = sql.Identifier(table["schema"], table["name"])
+    name = _identifier(table["schema"], table["name"])
     collation: sql.Composable = sql.SQL("")
     if KEY_TYPES[key["type"]] == "text":
         collation = sql.SQL(" COLLATE {}").format(sql.Identifier(key["collation_schema"], key["collation"]))
@@ -188,7 +211,12 @@ def _source(corpus: TableCorpus, table: sql.Composable, key_type: str) -> sql.Co
 
 
 def _column(name: str) -> sql.Composable:
-    return sql.SQL("self.{}::text").format(sql.Identifier(name))
+    return sql.SQL("self.{}::text").format(_identifier(name))
+
+
+def _identifier(*names: str) -> sql.Identifier:
+    """A name of the user's for a statement that takes parameters: a % in it is none."""
+    return sql.Identifier(*(name.replace("%", "%%") for name in names))
 
 
 def _fragment(text: str) -> sql.Composable:
@@ -223,18 +251,21 @@ def _canonical(key_type: str) -> sql.Composable:
     return sql.SQL("CASE WHEN octet_length(given) BETWEEN 1 AND 1024 THEN given END")
 
 
+@_rights("make the tables of a kind", MAINTAINER)
 def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
     """The kind's row, chunk table and similar table, where they are missing."""
     with postgres.transaction() as cursor:
         cursor.execute(query("corpus.register_kind"), {"kind": bound.kind})
         cursor.execute(query("corpus.register_scan"), {"kind": bound.kind})
-        key_type = sql.SQL(KEY_TYPES[bound.key_type])
+        # The source's own collation: comparing keys of two collations, Postgres can use no index.
+        key_type = sql.SQL("{}{}").format(sql.SQL(KEY_TYPES[bound.key_type]), bound.collation)
         cursor.execute(query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key))
         if bound.corpus.similar:
             similar = sql.Identifier("embed_assets", f"similar_{bound.kind}")
             cursor.execute(query("chunks.create_similar_table", similar=similar))
 
 
+@_rights("make the tables of a model", MAINTAINER)
 def make_model(postgres: Postgres, bound: BoundCorpus, identity: str, dimensions: int) -> int:
     """The id of an embedder identity, its partition made and attached; it becomes the target.
 
