@@ -97,10 +97,12 @@ class Enqueuer:
         reason = "reconcile" if lease["reconcile_due"] else "scan"
         if lease["reconcile_due"]:
             self._reconcile(lease, report, stop)
+        kept = 0
         for after, upto in self._ranges(lease, "enqueue.scan_bound", None, stop):
-            self._run(lease, "enqueue.scan_range", report, after=after, upto=upto, reason=reason)
-        for model_id in self._models:
-            self._clear(lease, report, model_id, allow_clear, reason, stop)
+            row = self._run(lease, "enqueue.scan_range", after=after, upto=upto, reason=reason)
+            report.created += row["created"]
+            kept += row["kept"]
+        self._clear(lease, report, kept, allow_clear, reason, stop)
         with self._batch(lease) as cursor:
             statement = query("enqueue.revive_changed", **self._bound.fragments())
             report.revived += cursor.execute(statement, self._values(limit=RANGE_KEYS)).rowcount
@@ -111,30 +113,33 @@ class Enqueuer:
             "seconds": time.monotonic() - started,
         }
 
-    def _clear(self, lease: Row, report: Enqueued, model_id: int, allow: bool, reason: str, stop: Stop) -> None:
-        """Rows that are gone or left search. Counted first: a source that lost most of its rows is not believed."""
-        pages = list(self._ranges(lease, "enqueue.clear_bound", "", stop, model_id=model_id))
-        stamps = to_clear = 0
-        for after, upto in pages:
-            with self._batch(lease) as cursor:
-                statement = query("enqueue.clear_count", **self._bound.fragments())
-                row = cursor.execute(statement, self._values(after=after, upto=upto, model_id=model_id)).fetchone()
-            assert row is not None
-            stamps, to_clear = stamps + row["stamps"], to_clear + row["to_clear"]
-        if not allow and stamps > GUARD_STAMPS and to_clear > stamps / 2:
+    def _clear(self, lease: Row, report: Enqueued, kept: int, allow: bool, reason: str, stop: Stop) -> None:
+        """Rows that are gone or left search. Counted first: a source that lost most of its rows is not believed.
+
+        The count is of a moment; a few stamps are looked through whatever it says, many only when some are left over.
+        """
+        stamps = self._run(lease, "enqueue.stamps")["stamps"]
+        left_over = stamps - kept
+        if stamps > RANGE_KEYS and left_over <= 0:
+            return
+        if not allow and stamps > GUARD_STAMPS and left_over > stamps / 2:
             self._warn(
                 report,
-                f"{to_clear} of {stamps} indexed rows seem gone or not indexable: nothing is cleared. "
-                "If that is meant, scan with --allow-clear",
+                f"{left_over} of {stamps} indexed rows seem gone or not indexable: nothing is cleared. "
+                "If that is meant, drain with --allow-clear",
             )
             return
-        for after, upto in pages if to_clear else []:
-            self._run(lease, "enqueue.clear_range", report, after=after, upto=upto, model_id=model_id, reason=reason)
+        statement = query("enqueue.clear_range", **self._bound.fragments())
+        for model_id in self._models:
+            for after, upto in self._ranges(lease, "enqueue.stamp_bound", "", stop, model_id=model_id):
+                with self._batch(lease) as cursor:
+                    values = self._values(after=after, upto=upto, model_id=model_id, reason=reason)
+                    report.created += cursor.execute(statement, values).rowcount
 
     def _reconcile(self, lease: Row, report: Enqueued, stop: Stop) -> None:
         for model_id in self._models:
             statement = query("enqueue.unstamp_short", **self._bound.fragments(model_id))
-            for after, upto in self._ranges(lease, "enqueue.clear_bound", "", stop, model_id=model_id):
+            for after, upto in self._ranges(lease, "enqueue.stamp_bound", "", stop, model_id=model_id):
                 with self._batch(lease) as cursor:
                     report.unstamped += cursor.execute(statement, self._values(after=after, upto=upto)).rowcount
 
@@ -151,10 +156,11 @@ class Enqueuer:
                 return
             after = upto
 
-    def _run(self, lease: Row, name: str, report: Enqueued, **values: Any) -> None:
+    def _run(self, lease: Row, name: str, **values: Any) -> Row:
         with self._batch(lease) as cursor:
-            statement = query(name, **self._bound.fragments())
-            report.created += cursor.execute(statement, self._values(**values)).rowcount
+            row = cursor.execute(query(name, **self._bound.fragments()), self._values(**values)).fetchone()
+        assert row is not None, name
+        return row
 
     def _warn(self, report: Enqueued, text: str) -> None:
         logger.warning("%s: %s", self._bound.kind, text)

@@ -89,6 +89,7 @@ class Outbox:
         corpus = cursor.execute(query("corpus.corpus"), values).fetchone()
         if corpus is None or corpus["paused_at"] is not None:
             return None
+        cursor.execute(query("outbox.claim_by_index"))
         for statement in self._claims(cursor, bool(values["ancestors"])):
             for model_id in self.models:
                 rows = cursor.execute(statement, {**values, "model_id": model_id}).fetchall()

@@ -102,26 +102,55 @@ LIMIT 1;
 
 -- name: scan_range
 -- Indexable rows whose stamp is missing or says another revision. The anti-join on entries, not a merging
--- upsert: a scan must neither rewrite the backlog nor wait for writers.
-INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, scope, reason, lane, rank)
-SELECT %(kind)s, source.source_id, m.model_id, NULL, %(reason)s, 0, source.rank
-FROM {source} AS source
-CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
-LEFT JOIN embed_assets.semantic_stamps AS s
-    ON s.kind = %(kind)s AND s.model_id = m.model_id AND s.source_id = source.source_id
-WHERE
-    (source.key > %(after)s OR %(after)s IS NULL)
-    AND (source.key <= %(upto)s OR %(upto)s IS NULL)
-    AND source.indexable
-    AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision)
-    AND NOT EXISTS (
-        SELECT FROM embed_assets.semantic_outbox AS o
-        WHERE o.kind = %(kind)s AND o.source_id = source.source_id AND o.model_id = m.model_id
-    )
-ORDER BY source.source_id, m.model_id
-ON CONFLICT (kind, source_id, model_id) DO NOTHING;
+-- upsert: a scan must neither rewrite the backlog nor wait for writers. `kept` counts the stamps that are to stay,
+-- so that the caller knows whether any is left over. The range of spellings keeps the join as small as the range.
+WITH ranged AS MATERIALIZED (
+    SELECT source.source_id, source.revision, source.indexable, source.rank
+    FROM {source} AS source
+    WHERE (source.key > %(after)s OR %(after)s IS NULL) AND (source.key <= %(upto)s OR %(upto)s IS NULL)
+),
 
--- name: clear_bound
+judged AS MATERIALIZED (
+    SELECT
+        r.source_id,
+        r.rank,
+        r.indexable,
+        m.model_id,
+        s.source_id IS NOT NULL AS stamped,
+        s.source_id IS NULL OR s.revision IS DISTINCT FROM r.revision AS stale
+    FROM ranged AS r
+    CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
+    LEFT JOIN embed_assets.semantic_stamps AS s
+        ON s.kind = %(kind)s AND s.model_id = m.model_id AND s.source_id = r.source_id
+        AND s.source_id >= (SELECT min(ranged.source_id) FROM ranged)
+        AND s.source_id <= (SELECT max(ranged.source_id) FROM ranged)
+),
+
+inserted AS (
+    INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane, rank)
+    SELECT %(kind)s, j.source_id, j.model_id, %(reason)s, 0, j.rank
+    FROM judged AS j
+    WHERE
+        j.indexable AND j.stale
+        AND NOT EXISTS (
+            SELECT FROM embed_assets.semantic_outbox AS o
+            WHERE o.kind = %(kind)s AND o.source_id = j.source_id AND o.model_id = j.model_id
+        )
+    ORDER BY j.source_id, j.model_id
+    ON CONFLICT (kind, source_id, model_id) DO NOTHING
+    RETURNING source_id
+)
+
+SELECT
+    (SELECT count(*) FROM inserted) AS created,
+    count(*) FILTER (WHERE j.stamped AND j.indexable) AS kept
+FROM judged AS j;
+
+-- name: stamps
+SELECT count(*) AS stamps FROM embed_assets.semantic_stamps AS s
+WHERE s.kind = %(kind)s AND s.model_id = ANY(%(models)s);
+
+-- name: stamp_bound
 -- The stamp that ends the next page of stamps.
 SELECT s.source_id AS bound FROM embed_assets.semantic_stamps AS s
 WHERE s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id > %(after)s
@@ -129,25 +158,19 @@ ORDER BY s.source_id
 OFFSET %(size)s - 1
 LIMIT 1;
 
--- name: clear_count
--- How many of a page's stamps have lost their row, or its place in search: counted before anything is cleared.
-SELECT count(*) AS stamps, count(*) FILTER (WHERE source.indexable IS NOT TRUE) AS to_clear
-FROM embed_assets.semantic_stamps AS s
-LEFT JOIN {source} AS source ON source.key = {s_key}
-WHERE
-    s.kind = %(kind)s AND s.model_id = %(model_id)s
-    AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL);
-
 -- name: clear_range
 -- Stamped rows that are gone or not indexable are enqueued, so that a wave clears them.
 INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane, rank)
-SELECT %(kind)s, s.source_id, s.model_id, %(reason)s, 0, coalesce(source.rank, 'Infinity')
+SELECT %(kind)s, s.source_id, s.model_id, %(reason)s, 0, coalesce(found.rank, 'Infinity')
 FROM embed_assets.semantic_stamps AS s
-LEFT JOIN {source} AS source ON source.key = {s_key}
+LEFT JOIN LATERAL (
+    SELECT source.indexable, source.rank FROM {source} AS source WHERE source.key = {s_key}
+    OFFSET 0
+) AS found ON TRUE
 WHERE
     s.kind = %(kind)s AND s.model_id = %(model_id)s
     AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL)
-    AND source.indexable IS NOT TRUE
+    AND found.indexable IS NOT TRUE
     AND NOT EXISTS (
         SELECT FROM embed_assets.semantic_outbox AS o
         WHERE o.kind = %(kind)s AND o.source_id = s.source_id AND o.model_id = s.model_id

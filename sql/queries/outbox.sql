@@ -66,6 +66,14 @@ FROM healed AS h
 WHERE h.status = 'dead'
 ORDER BY h.source_id;
 
+-- name: claim_by_index
+-- For the claims of this transaction: the order comes from an index at any size. Without statistics the planner
+-- would take the whole backlog for one row, and sort it.
+SELECT
+    set_config('enable_sort', 'off', TRUE),
+    set_config('enable_bitmapscan', 'off', TRUE),
+    set_config('enable_seqscan', 'off', TRUE);
+
 -- name: claim
 -- Due retries (at most a quarter) and pending entries become a wave in one statement. SKIP LOCKED: two claims
 -- never wait for each other and never share a row. An empty claim makes no wave.

@@ -88,38 +88,36 @@ FROM (
 GROUP BY counted.state;
 
 -- name: stale_exists
--- The scan's own predicate, first hit only: what the sensor asks when nobody says what changed.
+-- The scan's own predicate, first hit only: what the sensor asks when nobody says what changed. One hash join of
+-- both tables; without the anti-join on entries, one dead letter would ask for runs for ever.
 SELECT
     EXISTS (
         SELECT FROM {source} AS source
-        LEFT JOIN embed_assets.semantic_stamps AS s
-            ON s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id = source.source_id
+        FULL JOIN (
+            SELECT stamped.source_id, stamped.revision FROM embed_assets.semantic_stamps AS stamped
+            WHERE stamped.kind = %(kind)s AND stamped.model_id = %(model_id)s
+        ) AS s ON s.source_id = source.source_id
+        LEFT JOIN embed_assets.semantic_outbox AS o
+            ON o.kind = %(kind)s AND o.model_id = %(model_id)s
+            AND o.source_id = coalesce(source.source_id, s.source_id)
         WHERE
-            source.indexable
-            AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision)
-            AND NOT EXISTS (
-                SELECT FROM embed_assets.semantic_outbox AS o
-                WHERE o.kind = %(kind)s AND o.source_id = source.source_id AND o.model_id = %(model_id)s
-            )
-    )
-    OR EXISTS (
-        SELECT FROM embed_assets.semantic_stamps AS s
-        LEFT JOIN {source} AS source ON source.key = {s_key}
-        WHERE
-            s.kind = %(kind)s AND s.model_id = %(model_id)s AND source.indexable IS NOT TRUE
-            AND NOT EXISTS (
-                SELECT FROM embed_assets.semantic_outbox AS o
-                WHERE o.kind = %(kind)s AND o.source_id = s.source_id AND o.model_id = s.model_id
-            )
+            o.source_id IS NULL
+            AND CASE
+                WHEN source.indexable THEN s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision
+                ELSE s.source_id IS NOT NULL
+            END
     )
     OR EXISTS (
         SELECT FROM embed_assets.semantic_outbox AS e
-        LEFT JOIN {source} AS source ON source.key = {e_key}
+        LEFT JOIN LATERAL (
+            SELECT source.indexable, source.revision FROM {source} AS source WHERE source.key = {e_key}
+            OFFSET 0
+        ) AS found ON TRUE
         WHERE
             e.kind = %(kind)s AND e.model_id = %(model_id)s AND e.status = 'dead'
             AND (
-                source.indexable IS NOT TRUE
-                OR (e.revision_known AND e.revision IS DISTINCT FROM source.revision)
+                found.indexable IS NOT TRUE
+                OR (e.revision_known AND e.revision IS DISTINCT FROM found.revision)
             )
     ) AS stale;
 
