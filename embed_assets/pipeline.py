@@ -176,9 +176,16 @@ def _settle(ports: Ports, wave: Wave, error: Exception) -> Counts:
 
 
 def claim(
-    ports: Ports, run_id: str, limits: Limits, *, failed_before: datetime, ancestors: Sequence[str] = ()
+    ports: Ports,
+    run_id: str,
+    limits: Limits,
+    *,
+    failed_before: datetime,
+    ancestors: Sequence[str] = (),
+    stop: Stop | None = None,
 ) -> Iterator[Wave]:
     """Waves, until a claim is empty and a count says so too, or a limit is reached."""
+    stop = stop or Stop()
     waves = rows = 0
     while (not limits.waves or waves < limits.waves) and (not limits.rows_in_all or rows < limits.rows_in_all):
         left = limits.rows_in_all - rows if limits.rows_in_all else limits.rows
@@ -186,7 +193,7 @@ def claim(
         if wave is None:
             if ancestors or not ports.outbox.claimable(failed_before=failed_before):
                 return
-            time.sleep(0.2)  # what is due was locked by somebody just now
+            stop.sleep(0.2)  # what is due was locked by somebody just now
             continue
         waves, rows = waves + 1, rows + len(wave.entries)
         yield wave
@@ -208,7 +215,7 @@ def drain(
     enqueued = ports.enqueuer.enqueue(scan=scan, allow_clear=allow_clear, stop=stop)
     on_enqueued(enqueued)
     total = Counts()
-    for wave in claim(ports, run_id, limits, failed_before=began):
+    for wave in claim(ports, run_id, limits, failed_before=began, stop=stop):
         counts = work(ports, wave, limits, stop)
         total += counts
         report(wave, counts, total)
