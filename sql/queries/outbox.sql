@@ -77,27 +77,33 @@ SELECT
 -- name: claim
 -- Due retries (at most a quarter) and pending entries become a wave in one statement. SKIP LOCKED: two claims
 -- never wait for each other and never share a row. An empty claim makes no wave.
+-- The limit of the ordered part is a plain number and its conditions are ones that the planner can count: else it
+-- sorts the whole backlog. What it locks beyond the wave's rows is free again at commit.
 WITH retries AS MATERIALIZED (
     SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'retry_wait'
         AND o.next_attempt_at <= (SELECT clock_timestamp())
         AND o.crashes < 2 AND o.timeouts < 2
-        AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
     ORDER BY o.next_attempt_at
     LIMIT greatest(1, %(limit)s / 4)
     FOR UPDATE SKIP LOCKED
 ),
 
-pending AS MATERIALIZED (
+ordered AS MATERIALIZED (
     SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
         AND o.crashes < 2 AND o.timeouts < 2
-        AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
     ORDER BY {order}
-    LIMIT greatest(0, %(limit)s - (SELECT count(*) FROM retries))
+    LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED
+),
+
+pending AS (
+    SELECT ordered.* FROM ordered LIMIT greatest(0, %(limit)s - (SELECT count(*) FROM retries))
 ),
 
 {lease};
@@ -110,7 +116,7 @@ WITH retries AS MATERIALIZED (
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'retry_wait'
         AND o.next_attempt_at <= (SELECT clock_timestamp())
         AND (o.crashes >= 2 OR o.timeouts >= 2)
-        AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
     ORDER BY o.next_attempt_at
     LIMIT 1
     FOR UPDATE SKIP LOCKED
@@ -121,7 +127,7 @@ pending AS MATERIALIZED (
     WHERE
         o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
         AND (o.crashes >= 2 OR o.timeouts >= 2)
-        AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
     ORDER BY o.lane, o.rank, o.id
     LIMIT 1 - (SELECT count(*) FROM retries)
     FOR UPDATE SKIP LOCKED
@@ -199,13 +205,13 @@ SELECT NOT EXISTS (
         SELECT FROM embed_assets.semantic_outbox AS o
         WHERE
             o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'pending'
-            AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+            AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
     ) OR EXISTS (
         SELECT FROM embed_assets.semantic_outbox AS o
         WHERE
             o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'retry_wait'
             AND o.next_attempt_at <= (SELECT clock_timestamp())
-            AND (o.last_failed_at < %(failed_before)s) IS NOT FALSE
+            AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
     )
 ) AS claimable;
 
