@@ -37,3 +37,7 @@ lock:
 
 clean:
 	rm -rf .venv .embed_assets .pytest_cache .mypy_cache .ruff_cache
+
+.PHONY: bench
+bench: .venv/ready
+	$(BIN)/python bench/bench.py

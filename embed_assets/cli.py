@@ -21,6 +21,7 @@ from embed_assets import console
 from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError, EndpointTrouble
 from embed_assets.models import Counts, Wave
 from embed_assets.resources.assembly import Kind, database_url, find_corpus, open_kind
+from embed_assets.resources.embedder import make_embedder
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
 
@@ -129,7 +130,9 @@ def search(
     from embed_assets.search import search as find
 
     with _open(kind) as opened:
-        answer = find(opened.postgres, opened.bound, opened.embedder, text, k=k)
+        embedder = make_embedder(opened.settings, for_queries=True)
+        answer = find(opened.postgres, opened.bound, embedder, text, k=k)
+        embedder.close()
     if as_json:
         typer.echo(console.answer_json(answer))
     else:

@@ -89,8 +89,8 @@ def endpoint_key(settings: Settings) -> str:
     return hashlib.sha256(f"{settings.protocol}\x1f{settings.url or ''}\x1f{key}".encode()).hexdigest()[:32]
 
 
-def make_embedder(settings: Settings) -> Embedder:
-    """The embedder of the settings. Raises ConfigurationError when something it needs is not set."""
+def make_embedder(settings: Settings, *, for_queries: bool = False) -> Embedder:
+    """The embedder of the settings, or the one for questions. Raises ConfigurationError when something is not set."""
     if settings.protocol == "local":
         if settings.url:
             raise ConfigurationError(
@@ -103,12 +103,14 @@ def make_embedder(settings: Settings) -> Embedder:
             "intfloat/multilingual-e5-base): it becomes part of the identity of every vector."
         )
     return HttpEmbedder(
-        protocol=settings.protocol,
-        url=settings.url,
+        settings.protocol,
+        (for_queries and settings.query_url) or settings.url,
+        identity=f"{settings.model}-{settings.dimensions}" if settings.dimensions else settings.model,
         model=settings.model,
         dimensions=settings.dimensions,
         api_key=settings.api_key.get_secret_value() if settings.api_key else None,
         request_items=settings.request_items,
         concurrency=settings.concurrency,
         attempt_timeout=settings.attempt_timeout_seconds,
+        query_prefix="" if settings.prefix_by == "server" else None,
     )

@@ -1,0 +1,204 @@
+"""The budgets as ratios of one run on one machine: `make bench`. Nothing here fails on a time; it prints.
+
+python bench/bench.py [--rows 1000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psycopg
+from pgvector import Vector
+from pgvector.psycopg import register_vector
+
+from embed_assets import pipeline, server
+from embed_assets.corpora.jobs import jobs
+from embed_assets.embedding import Embedded
+from embed_assets.load import create_jobs_table
+from embed_assets.migrate import migrate
+from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.postgres import Postgres
+from embed_assets.resources.tables import bind, make_model, make_tables
+from embed_assets.settings import load_settings
+from embed_assets.stop import Stop
+
+DIMENSIONS = 768
+WAVE = 500
+
+
+class InstantEmbedder:
+    """Vectors at once: what is timed is everything but the embedding service."""
+
+    identity = f"instant-{DIMENSIONS}"
+    dimensions = DIMENSIONS
+
+    def __init__(self) -> None:
+        self.vectors = np.random.default_rng(0).standard_normal((4096, DIMENSIONS)).astype(np.float32)
+
+    def embed(self, texts: Sequence[str], *, stop: Stop) -> Iterator[Embedded]:
+        for start in range(0, len(texts), 32):
+            count = min(32, len(texts) - start)
+            yield Embedded(list(range(start, start + count)), self.vectors[:count], count)
+
+    def embed_query(self, text: str, *, timeout: float) -> np.ndarray[Any, Any]:
+        return self.vectors[0]
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def fresh_kind(url: str) -> Iterator[tuple[Kind, psycopg.Connection]]:
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("DROP DATABASE IF EXISTS bench WITH (FORCE)")
+        admin.execute("CREATE DATABASE bench")
+    url = psycopg.conninfo.make_conninfo(url, dbname="bench")
+    migrate(url)
+    with psycopg.connect(url, autocommit=True) as db:
+        register_vector(db)
+        create_jobs_table(db)
+        postgres, embedder = Postgres(url), InstantEmbedder()
+        bound = bind(postgres, jobs)
+        make_tables(postgres, bound)
+        identity = jobs.identity_of(embedder.identity)
+        model_id = make_model(postgres, bound, identity, DIMENSIONS)
+        kind = assemble(load_settings(), postgres, bound, embedder, identity, model_id)
+        yield kind, db
+        kind.close()
+
+
+def timed(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def add_jobs(db: psycopg.Connection, rows: int, paragraphs: int) -> None:
+    """Rows of about 2.5 chunks each when `paragraphs` is 5; a word each when it is 0."""
+    db.execute(
+        """
+        INSERT INTO jobs (external_id, title, company, description, is_tech, posted_at)
+        SELECT 'e' || g, 'Title ' || g, 'Co', 'row ' || g || coalesce((
+            SELECT string_agg('<p>' || repeat('word' || g || 'x' || p || ' ', 75) || '</p>', '')
+            FROM generate_series(1, %(paragraphs)s) AS p), ''), TRUE, now() - g * interval '1 second'
+        FROM generate_series(1, %(rows)s) AS g
+        """,
+        {"rows": rows, "paragraphs": paragraphs},
+    )
+
+
+def bench_write(kind: Kind, db: psycopg.Connection) -> None:
+    """Write a wave, staging to ledger and plan included, beside a bare binary COPY of the same rows."""
+    add_jobs(db, 6 * WAVE, 5)
+    kind.enqueuer.enqueue(scan=True)
+    seconds = []
+    for _ in range(5):
+        wave = kind.outbox.claim("bench", WAVE)
+        plans = [kind.bound.corpus.plan(row) for row in kind.chunks.load(wave, wave.source_ids)]
+        hashes = [chunk.text_hash for plan in plans for chunk in plan.chunks]
+        vectors = np.resize(kind.embedder.vectors, (len(hashes), DIMENSIONS))
+
+        def stage_and_write(wave=wave, plans=plans, hashes=hashes, vectors=vectors) -> None:
+            kind.outbox.start(wave)
+            kind.chunks.plan(wave, plans)
+            for start in range(0, len(hashes), 32):
+                kind.chunks.keep(wave, hashes[start : start + 32], vectors[start : start + 32], tokens=1)
+            kind.chunks.write(wave)
+
+        seconds.append(timed(stage_and_write))
+    bare = statistics.median(bare_copies(db, len(hashes)))
+    report("write a wave, staging included / bare binary COPY", statistics.median(seconds) / bare, "≤ 2", len(hashes))
+    bench_rewrite(kind, db, statistics.median(seconds))
+
+
+def bare_copies(db: psycopg.Connection, chunks: int) -> list[float]:
+    columns = "id, chunk_index, model_id, text_hash, body, embedding"
+    db.execute(f"CREATE TABLE bare AS SELECT {columns} FROM embed_assets.job_semantic_chunks LIMIT 0")
+    db.execute("ALTER TABLE bare ADD PRIMARY KEY (id, chunk_index, model_id)")
+    rows = db.execute(
+        f"SELECT {columns} FROM embed_assets.job_semantic_chunks ORDER BY id, chunk_index LIMIT %s",
+        (chunks,),
+    ).fetchall()
+    rows = [(*row[:5], row[5] if isinstance(row[5], Vector) else Vector(row[5])) for row in rows]
+
+    def copy() -> None:
+        with db.transaction(), db.cursor() as cursor, cursor.copy("COPY bare FROM STDIN (FORMAT BINARY)") as sink:
+            sink.set_types(["int8", "int4", "int4", "bytea", "text", "vector"])
+            for row in rows:
+                sink.write_row(row)
+
+    seconds = []
+    for _ in range(5):
+        db.execute("TRUNCATE bare")
+        seconds.append(timed(copy))
+    return seconds
+
+
+def bench_rewrite(kind: Kind, db: psycopg.Connection, first: float) -> None:
+    """Write again a wave in which 4 % of the chunks changed."""
+    ids = [row[0] for row in db.execute("SELECT id FROM jobs ORDER BY posted_at DESC LIMIT %s", (WAVE,))]
+    db.execute("UPDATE jobs SET description = description || ' tail' WHERE id = ANY(%s)", (ids[:50],))
+    db.execute("UPDATE jobs SET title = title WHERE id = ANY(%s)", (ids,))
+    db.execute("DELETE FROM embed_assets.semantic_outbox")
+    db.execute(
+        "UPDATE embed_assets.semantic_stamps SET revision = 'older' WHERE source_id = ANY(%s)", ([str(i) for i in ids],)
+    )
+    db.execute("SELECT embed_assets.enqueue('jobs', %s::bigint[])", (ids,))
+    kind.enqueuer.enqueue()
+    wave = kind.outbox.claim("bench", WAVE)
+    pipeline.stage(kind.ports, wave, Stop())
+    report(
+        "write again, 4 % of the chunks changed / first write", timed(lambda: kind.chunks.write(wave)) / first, "≤ 0.15"
+    )
+
+
+def bench_scale(kind: Kind, db: psycopg.Connection, rows: int) -> None:
+    """Scan and claim with many rows: nothing due, and everything due."""
+    add_jobs(db, rows, 0)
+    kind.enqueuer.enqueue(scan=True)
+    repeat = timed(lambda: kind.enqueuer.enqueue(scan=True))
+    claims = [timed(lambda: kind.outbox.claim("bench", WAVE)) for _ in range(9)]
+    db.execute("DELETE FROM embed_assets.semantic_outbox")
+    db.execute(
+        "INSERT INTO embed_assets.semantic_stamps (kind, model_id, source_id, revision, chunk_count) "
+        "SELECT 'jobs', %s, id::text, content_hash, 0 FROM jobs ON CONFLICT DO NOTHING",
+        (kind.model_id,),
+    )
+    db.execute("ANALYZE")
+    kind.enqueuer.enqueue(scan=True)
+    nothing = min(timed(lambda: kind.enqueuer.enqueue(scan=True)) for _ in range(3))
+    print(
+        f"at {rows:,} rows: scan with nothing due {nothing:.2f} s, with everything due {repeat:.2f} s, "
+        f"claim of {WAVE} {statistics.median(claims) * 1000:.0f} ms median"
+    )
+
+
+def report(what: str, ratio: float, budget: str, chunks: int | None = None) -> None:
+    print(f"{what}: {ratio:.2f} (budget {budget}){f', {chunks} chunks' if chunks else ''}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=200_000)
+    arguments = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="embed_assets_bench_"))
+    try:
+        url = server.ensure(home)
+        with fresh_kind(url) as (kind, db):
+            bench_write(kind, db)
+        with fresh_kind(url) as (kind, db):
+            bench_scale(kind, db, arguments.rows)
+    finally:
+        server.remove(home)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m embed_assets` is `embed-assets`."""
+
+from embed_assets.cli import main
+
+main()
