@@ -19,6 +19,8 @@ from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
 
+TICK_SECONDS = 1.0
+
 
 class LeaseKeeper:
     """Holds waves of one outbox. `hold` before work, `drop` when the wave is closed; `close` ends the thread."""
@@ -56,23 +58,29 @@ class LeaseKeeper:
         self._closed = True
         self._wake.set()
 
-    def beat(self) -> None:
-        """Renew everything once; whoever is refused, or has gone a whole lease without renewal, loses."""
+    def beat(self) -> bool:
+        """Renew everything once; whoever is refused, or has gone a whole lease without renewal, loses.
+
+        Returns whether the database answered.
+        """
         with self._lock:
             held = dict(self._held)
         if not held:
-            return
+            return True
         asked = time.monotonic()
         try:
             refused = self._outbox.renew({wave_id: token for wave_id, (token, _, _) in held.items()})
         except Exception as error:  # the database's trouble is no refusal; the terminal fence decides
             logger.warning("%s: heartbeat failed (%s), tried again", self._outbox.kind, type(error).__name__)
             refused = {w for w, (_, _, last) in held.items() if asked - last > self._outbox.lease_seconds}
+            answered = False
         else:
+            answered = True
             self._renewed(set(held) - refused, asked)
         for wave_id in refused:
             logger.warning("%s: the lease of wave %s is lost", self._outbox.kind, wave_id)
             held[wave_id][1].lose()
+        return answered
 
     def _renewed(self, wave_ids: set[int], at: float) -> None:
         with self._lock:
@@ -81,10 +89,10 @@ class LeaseKeeper:
                 self._held[wave_id] = (token, scope, at)
 
     def _run(self) -> None:
-        # A third of the lease, so that two beats may fail; at most a second, so that a loss ends work at once.
+        # A third of the lease. A beat that failed is repeated at the next tick: a third later would be too late for
+        # the one after it. Ticks go on while nothing is due, so that a process that was stopped asks as it wakes up.
         third = self._outbox.lease_seconds / 3
         due = time.monotonic() + third
-        while not self._wake.wait(min(1.0, third)):
-            if time.monotonic() >= due:
-                self.beat()
+        while not self._wake.wait(min(TICK_SECONDS, third)):
+            if time.monotonic() >= due and self.beat():
                 due = time.monotonic() + third
