@@ -18,7 +18,7 @@ from psycopg import Cursor, IsolationLevel, errors
 from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool
 
-from embed_assets.errors import ConfigurationError, CorruptRow, DatabaseTrouble, RowRejected
+from embed_assets.errors import Cancelled, ConfigurationError, CorruptRow, DatabaseTrouble, RowRejected
 from embed_assets.queries import query
 from embed_assets.stop import Stop
 
@@ -56,6 +56,7 @@ class Postgres:
         self._pool: ConnectionPool[psycopg.Connection[Row]] | None = None
         self._making = threading.Lock()
         self._busy: set[psycopg.Connection[Row]] = set()
+        self._cancelled = False
 
     @contextmanager
     def transaction(self, *, lock_timeout: str = LOCK_TIMEOUT) -> Iterator[Cursor[Row]]:
@@ -82,8 +83,10 @@ class Postgres:
                 with self.transaction() as cursor:
                     return work(cursor)
             except psycopg.Error as error:
-                if isinstance(error, errors.QueryCanceled) and stop:
-                    stop.check()
+                if isinstance(error, errors.QueryCanceled):
+                    (stop or Stop()).check()
+                    if self._cancelled:
+                        raise Cancelled("the statement was cancelled with its run") from None
                 classified = classify(error)
                 if not isinstance(classified, DatabaseTrouble) or attempt == RETRIES - 1:
                     raise classified from (None if classified is not error else error.__cause__)
@@ -92,14 +95,12 @@ class Postgres:
         raise AssertionError("unreachable")
 
     def one(self, name: str, values: Mapping[str, Any] | None = None) -> Row | None:
-        """The first row of a named query in a transaction of its own."""
-        with self.transaction() as cursor:
-            return cursor.execute(query(name), values or {}).fetchone()
+        """The first row of a named query in a transaction of its own, `retrying`; the query must bear repetition."""
+        return self.retrying(lambda cursor: cursor.execute(query(name), values or {}).fetchone())
 
     def execute(self, name: str, values: Mapping[str, Any]) -> int:
-        """Run a named statement in a transaction of its own; returns how many rows it touched."""
-        with self.transaction() as cursor:
-            return cursor.execute(query(name), values).rowcount
+        """Run a named statement in a transaction of its own, `retrying`; returns how many rows it touched."""
+        return self.retrying(lambda cursor: cursor.execute(query(name), values).rowcount)
 
     @contextmanager
     def session(self) -> Iterator[psycopg.Connection[Row]]:
@@ -111,7 +112,8 @@ class Postgres:
             connection.close()
 
     def cancel(self) -> None:
-        """Cancel what this process's connections are running now; their transactions roll back."""
+        """Cancel what this process's connections are running now; their transactions roll back, none is tried again."""
+        self._cancelled = True
         for connection in list(self._busy):
             with suppress(psycopg.Error):
                 connection.cancel_safe(timeout=2)
