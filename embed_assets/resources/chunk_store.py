@@ -118,7 +118,8 @@ class ChunkStore:
             return self._postgres.retrying(lambda c: self._write(c, wave, values, close, started), stop=stop)
         except (LeaseLost, DatabaseTrouble):
             if close and (written := self._written(wave)):
-                return written  # the commit had happened, only its answer was lost
+                # The commit had happened, only its answer was lost. What parts wrote was counted with them.
+                return written if ids is None else Counts()
             raise
 
     def _write(self, cursor: Cursor[Row], wave: Wave, values: dict[str, Any], close: bool, started: float) -> Counts:
