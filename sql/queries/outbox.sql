@@ -20,7 +20,8 @@ RETURNING w.wave_id;
 
 -- name: heal
 -- No leased entry may point at a closed wave. The lost lease of a started wave is a crash of its entries
--- (one that had not begun harmed nobody); the third kills.
+-- (one that had not begun harmed nobody); the third kills. It failed when its lease ran out, not now that this is
+-- found: a drain that begins later takes it at once.
 WITH orphans AS MATERIALIZED (
     SELECT
         e.kind,
@@ -28,6 +29,7 @@ WITH orphans AS MATERIALIZED (
         e.model_id,
         w.run_id,
         w.claimed_at,
+        w.lease_until,
         (w.outcome = 'expired' AND w.started_at IS NOT NULL)::integer AS crash
     FROM embed_assets.semantic_outbox AS e
     INNER JOIN embed_assets.claimed_waves AS w ON w.wave_id = e.wave_id
@@ -42,9 +44,9 @@ healed AS (
         crashes = o.crashes + r.crash,
         status = CASE WHEN o.crashes + r.crash >= %(max_crashes)s THEN 'dead' ELSE 'pending' END,
         failures = o.failures + r.crash,
-        first_failed_at = CASE WHEN r.crash = 1 THEN coalesce(o.first_failed_at, clock_timestamp())
+        first_failed_at = CASE WHEN r.crash = 1 THEN coalesce(o.first_failed_at, r.lease_until)
         ELSE o.first_failed_at END,
-        last_failed_at = CASE WHEN r.crash = 1 THEN clock_timestamp() ELSE o.last_failed_at END,
+        last_failed_at = CASE WHEN r.crash = 1 THEN r.lease_until ELSE o.last_failed_at END,
         error_code = CASE WHEN r.crash = 1 THEN 'LEASE_ATTEMPTS_EXHAUSTED' ELSE o.error_code END,
         error_class = CASE WHEN r.crash = 1 THEN 'LEASE_ATTEMPTS_EXHAUSTED' ELSE o.error_class END,
         error_message = CASE WHEN r.crash = 1 THEN 'the process that worked on it did not come back'
