@@ -35,6 +35,7 @@ from embed_assets.stop import Stop
 logger = logging.getLogger(__name__)
 
 SMALLEST_CHUNK = 100
+UNMEASURED_ROWS = 8
 Vectors = np.ndarray[Any, Any]
 GuiltyRow = (RowRejected, CorruptRow)
 
@@ -96,7 +97,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Limits:
-    """`rows` per wave; `wave_seconds`: a wave's budget (≤ 0: none); `waves` and `rows_in_all`: of one run, 0 for all."""
+    """`rows` per wave; `wave_seconds`: a wave's budget (≤ 0: none); `waves`, `rows_in_all`: of one run, 0 for all."""
 
     rows: int = 500
     wave_seconds: float = 600
@@ -110,7 +111,7 @@ def stage(ports: Ports, wave: Wave, stop: Stop) -> Counts:
     ports.outbox.start(wave)
     counts = Counts(claimed=len(wave.entries))
     try:
-        for ids in ports.chunks.slices(wave):
+        for ids in _slices(ports, wave):
             stop.check()
             _stage_slice(ports, wave, ids, counts, stop)
     finally:
@@ -222,6 +223,15 @@ def drain(
     return enqueued, total
 
 
+def _slices(ports: Ports, wave: Wave) -> Iterator[list[str]]:
+    """The store's slices; a few rows each where not even the sizes can be read, for `_load` to find the guilty one."""
+    try:
+        yield from ports.chunks.slices(wave)
+    except GuiltyRow:
+        ids = sorted(wave.source_ids)
+        yield from (ids[start : start + UNMEASURED_ROWS] for start in range(0, len(ids), UNMEASURED_ROWS))
+
+
 def _stage_slice(ports: Ports, wave: Wave, ids: list[str], counts: Counts, stop: Stop) -> None:
     rows, failures = _load(ports, wave, ids)
     plans: list[Plan] = []
@@ -306,8 +316,11 @@ def _judge(
         row = rows[plan.source_id]
         if fatal or size < SMALLEST_CHUNK:
             failures.append(_failure(row, (fatal or errors)[0]))
-        else:
+            continue
+        try:
             again.append(ports.corpus.plan(row, max_chars=size))
+        except TooLarge as error:
+            failures.append(_failure(row, error))
     return again, failures
 
 
