@@ -16,7 +16,7 @@ from embed_assets.errors import Cancelled, ConfigurationError, EndpointTrouble, 
 from embed_assets.models import Counts, Enqueued, Wave
 from embed_assets.pipeline import Limits
 from embed_assets.resources.assembly import Kind
-from embed_assets.resources.outbox import BACKLOG_LIMIT, Outbox
+from embed_assets.resources.outbox import BACKLOG_LIMIT, EVER, Outbox
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,8 @@ class DrainRun:
         return self._claim(replace(self.kind.limits, waves=self.kind.settings.waves_per_run), ancestors)
 
     def _claim(self, limits: Limits, ancestors: Sequence[str]) -> list[Wave]:
-        outbox = self.kind.outbox
         waves = []
-        claims = pipeline.claim(self.kind.ports, self.run_id, limits, failed_before=outbox.now(), ancestors=ancestors)
+        claims = pipeline.claim(self.kind.ports, self.run_id, limits, failed_before=EVER, ancestors=ancestors)
         self._claimed_here = True
         for wave in claims:
             self._hold(wave)

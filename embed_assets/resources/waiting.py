@@ -15,21 +15,31 @@ from embed_assets.stop import Stop
 T = TypeVar("T")
 
 SLICE_SECONDS = 0.2
-PATIENCE = 3
+PATIENCE_SECONDS = 3
 
 
-class _Worker(threading.Thread, Generic[T]):
+class _Worker(Generic[T]):
+    """Not joined but asked by an event: a join that is interrupted takes the thread for ended (CPython 3.10–3.12)."""
+
     def __init__(self, work: Callable[[], T]) -> None:
-        super().__init__(name="stage", daemon=True)
         self._work = work
+        self._ended = threading.Event()
         self._results: list[T] = []
         self._error: BaseException | None = None
 
-    def run(self) -> None:
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="stage", daemon=True).start()
+
+    def _run(self) -> None:
         try:
             self._results.append(self._work())
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended.set()
+
+    def ended(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
 
     def result(self) -> T:
         if self._error is not None:
@@ -46,14 +56,13 @@ def interruptible(work: Callable[[], T], stop: Stop, cancel: Callable[[], None])
     worker = _Worker(work)
     try:
         worker.start()
-        while worker.is_alive():
-            worker.join(SLICE_SECONDS)
+        while not worker.ended(SLICE_SECONDS):
+            pass
     except BaseException:
         stop.cancel()
-        for _ in range(PATIENCE):
+        for _ in range(PATIENCE_SECONDS):
             cancel()
-            worker.join(1.0)
-            if not worker.is_alive():
+            if worker.ended(1.0):
                 break
         raise
     return worker.result()

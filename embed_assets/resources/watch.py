@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import psycopg
 
+from embed_assets.errors import DatabaseTrouble
 from embed_assets.models import Backlog
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
@@ -74,6 +75,10 @@ class Watch:
         try:
             stale = self._patiently() if patient else self._outbox.stale()
         except psycopg.errors.QueryCanceled:
+            stale = None
+        except DatabaseTrouble as trouble:
+            if trouble.code != psycopg.errors.QueryCanceled.sqlstate:
+                raise
             stale = None
         return Probe(stale, time.monotonic() - started)
 
