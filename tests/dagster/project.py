@@ -89,7 +89,7 @@ class Project:
         return self.value("SELECT count(*) FROM embed_assets.semantic_outbox WHERE attempts + crashes + timeouts > 0")
 
     def entries(self, status: str) -> int:
-        return self.value(f"SELECT count(*) FROM embed_assets.semantic_outbox WHERE status = '{status}'")  # noqa: S608
+        return self.value(f"SELECT count(*) FROM embed_assets.semantic_outbox WHERE status = '{status}'")
 
     def last_run(self) -> DagsterRun:
         return self.instance.get_runs(limit=1)[0]
