@@ -70,6 +70,8 @@ CREATE TABLE embed_assets.semantic_outbox (
     attempts smallint NOT NULL DEFAULT 0,
     crashes smallint NOT NULL DEFAULT 0,
     timeouts smallint NOT NULL DEFAULT 0,
+    -- How often it died since its source last changed: what the reconciler's park is reckoned from.
+    deaths smallint NOT NULL DEFAULT 0,
     next_attempt_at timestamptz,
     requested_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     forced boolean NOT NULL DEFAULT FALSE,
