@@ -1,0 +1,88 @@
+"""What an operator does with the queue of a kind: look at dead letters, retry or dismiss them, pause, resume.
+
+Everything that changes rows can be asked first what it would take (`dead_letters`). What does not belong here: what
+the protocol does by itself (`outbox`, `enqueuer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from embed_assets.queries import query
+from embed_assets.resources.postgres import Postgres
+
+BATCH = 5_000
+
+NEXT_STEPS = {
+    "input_rejected": "the endpoint will never take this text: change the row, exclude it, or change the model",
+    "too_large": "split the row or exclude it: over 2 M characters or 32,768 chunks",
+    "corrupt_row": "restore the row from a backup",
+    "LEASE_ATTEMPTS_EXHAUSTED": "the row kills the process that works on it: look at that process's end, then retry",
+    "contract": "the endpoint answers this text with something that is no vector: see its log, then retry",
+    "row_rejected": "the database refuses the row: see the trigger, constraint or cast named by the code, then retry",
+    "timeout": "the row alone uses up EMBED_CALL_TIMEOUT_SECONDS: raise it or shorten the row, then retry",
+}
+
+
+@dataclass(frozen=True)
+class DeadLetters:
+    """Dead letters of one code: how many, one of them, and what to do."""
+
+    error_code: str
+    error_class: str
+    rows: int
+    sample: str
+    first_failed_at: datetime
+    last_failed_at: datetime
+
+    @property
+    def next_step(self) -> str:
+        return NEXT_STEPS.get(self.error_class, "retry it, and see the log of the run that fails")
+
+
+class Operator:
+    """Acts on one kind. `code` and `ids` narrow what is taken; both None take every dead letter not dismissed."""
+
+    def __init__(self, postgres: Postgres, kind: str) -> None:
+        self._postgres = postgres
+        self._kind = kind
+
+    def dead_letters(self, *, code: str | None = None, ids: Sequence[str] | None = None) -> list[DeadLetters]:
+        """Grouped by code, the largest group first: what `retry` or `dismiss` with these filters would take."""
+        with self._postgres.transaction() as cursor:
+            rows = cursor.execute(query("operate.count_dead"), self._filters(code, ids)).fetchall()
+        return [DeadLetters(**row) for row in rows]
+
+    def retry(self, *, code: str | None = None, ids: Sequence[str] | None = None) -> int:
+        """Back to pending with all attempts, whatever was parked; returns how many."""
+        return self._in_batches("operate.retry_dead", code, ids)
+
+    def dismiss(self, *, code: str | None = None, ids: Sequence[str] | None = None) -> int:
+        """Given up until the source changes; returns how many."""
+        return self._in_batches("operate.dismiss_dead", code, ids)
+
+    def pause(self) -> bool:
+        """No claim from now on; returns when the writes under way are committed. False when it was paused already."""
+        return self._exclusively("operate.pause")
+
+    def resume(self) -> bool:
+        """False when it was not paused."""
+        return self._exclusively("operate.resume")
+
+    def _exclusively(self, name: str) -> bool:
+        with self._postgres.transaction() as cursor:
+            cursor.execute(query("operate.lock_kind"), {"kind": self._kind})
+            return cursor.execute(query(name), {"kind": self._kind}).rowcount > 0
+
+    def _in_batches(self, name: str, code: str | None, ids: Sequence[str] | None) -> int:
+        total = 0
+        while True:
+            done = self._postgres.execute(name, self._filters(code, ids))
+            total += done
+            if done < BATCH:
+                return total
+
+    def _filters(self, code: str | None, ids: Sequence[str] | None) -> dict[str, object]:
+        return {"kind": self._kind, "code": code, "ids": None if ids is None else list(ids), "limit": BATCH}

@@ -1,0 +1,132 @@
+-- What an operator, or the reconciler in his place, does with the queue. Each is one statement, ordered by key.
+
+-- name: revive_parked
+-- Transient dead letters whose park is over come back for another round of attempts. Dismissed ones stay.
+WITH chosen AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id
+    FROM embed_assets.semantic_outbox AS e
+    WHERE
+        e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead' AND e.dismissed_at IS NULL
+        AND embed_assets.parked_until(e.error_class, e.deaths, e.last_failed_at) <= (SELECT clock_timestamp())
+    ORDER BY e.source_id, e.model_id
+    LIMIT %(limit)s
+    FOR UPDATE OF e SKIP LOCKED
+)
+UPDATE embed_assets.semantic_outbox AS o
+SET status = 'pending', attempts = 0, crashes = 0, timeouts = 0, next_attempt_at = NULL, reason = 'reconcile'
+FROM chosen AS c
+WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id;
+
+-- name: count_dead
+-- What a retry or a dismissal with these filters would take; the dry run.
+SELECT
+    e.error_code,
+    e.error_class,
+    count(*) AS rows,
+    min(e.source_id) AS sample,
+    min(e.first_failed_at) AS first_failed_at,
+    max(e.last_failed_at) AS last_failed_at
+FROM embed_assets.semantic_outbox AS e
+WHERE
+    e.kind = %(kind)s AND e.status = 'dead' AND e.dismissed_at IS NULL
+    AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+    AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+GROUP BY e.error_code, e.error_class
+ORDER BY count(*) DESC, e.error_code;
+
+-- name: retry_dead
+-- An operator's retry is a request: whatever was parked, it runs now, with all its attempts.
+WITH chosen AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id
+    FROM embed_assets.semantic_outbox AS e
+    WHERE
+        e.kind = %(kind)s AND e.status = 'dead' AND e.dismissed_at IS NULL
+        AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+        AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    ORDER BY e.source_id, e.model_id
+    LIMIT %(limit)s
+    FOR UPDATE OF e SKIP LOCKED
+)
+UPDATE embed_assets.semantic_outbox AS o
+SET
+    status = 'pending',
+    attempts = 0,
+    crashes = 0,
+    timeouts = 0,
+    deaths = 0,
+    next_attempt_at = NULL,
+    lane = 0,
+    reason = 'manual',
+    requested_at = clock_timestamp()
+FROM chosen AS c
+WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id;
+
+-- name: dismiss_dead
+-- Given up: dead, uncounted, until its source changes or somebody requests it. Logged once.
+WITH chosen AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id
+    FROM embed_assets.semantic_outbox AS e
+    WHERE
+        e.kind = %(kind)s AND e.status = 'dead' AND e.dismissed_at IS NULL
+        AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+        AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    ORDER BY e.source_id, e.model_id
+    LIMIT %(limit)s
+    FOR UPDATE OF e SKIP LOCKED
+),
+
+dismissed AS (
+    UPDATE embed_assets.semantic_outbox AS o
+    SET dismissed_at = clock_timestamp()
+    FROM chosen AS c
+    WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id
+    RETURNING o.*
+)
+
+INSERT INTO embed_assets.semantic_outbox_log
+(kind, source_id, model_id, outcome, reason, attempts, enqueued_at, wave_id, error_code, error_class)
+SELECT
+    d.kind, d.source_id, d.model_id, 'dismissed', d.reason, d.attempts, d.enqueued_at, d.wave_id, d.error_code,
+    d.error_class
+FROM dismissed AS d
+ORDER BY d.source_id;
+
+-- name: cancel_pending
+-- Takes back what nobody has begun; a leased, waiting or dead entry is not touched. Rows that are stale all the
+-- same come back with the next scan.
+WITH chosen AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id
+    FROM embed_assets.semantic_outbox AS e
+    WHERE e.kind = %(kind)s AND e.status = 'pending' AND e.reason = %(reason)s
+    ORDER BY e.source_id, e.model_id
+    LIMIT %(limit)s
+    FOR UPDATE OF e SKIP LOCKED
+)
+DELETE FROM embed_assets.semantic_outbox AS o
+USING chosen AS c
+WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id;
+
+-- name: lock_kind
+-- Pause and switch wait for the writes under way, and hold the next ones off for a moment.
+SELECT pg_advisory_xact_lock(1701667428, c.lock_id) FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
+
+-- name: pause
+UPDATE embed_assets.corpora SET paused_at = clock_timestamp() WHERE kind = %(kind)s AND paused_at IS NULL;
+
+-- name: resume
+UPDATE embed_assets.corpora SET paused_at = NULL WHERE kind = %(kind)s AND paused_at IS NOT NULL;
+
+-- name: latency
+-- From the log: seconds from enqueued to finished of what was indexed, by quantile.
+SELECT
+    count(*) AS indexed,
+    percentile_cont(0.5) WITHIN GROUP (ORDER BY l.seconds) AS p50,
+    percentile_cont(0.95) WITHIN GROUP (ORDER BY l.seconds) AS p95,
+    percentile_cont(0.99) WITHIN GROUP (ORDER BY l.seconds) AS p99
+FROM (
+    SELECT extract(EPOCH FROM entry.finished_at - entry.enqueued_at)::float8 AS seconds
+    FROM embed_assets.semantic_outbox_log AS entry
+    WHERE
+        entry.kind = %(kind)s AND entry.outcome = 'indexed'
+        AND entry.finished_at > clock_timestamp() - %(hours)s * interval '1 hour'
+) AS l;
