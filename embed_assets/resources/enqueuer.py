@@ -103,9 +103,7 @@ class Enqueuer:
             report.created += row["created"]
             kept += row["kept"]
         self._clear(lease, report, kept, allow_clear, reason, stop)
-        with self._batch(lease) as cursor:
-            statement = query("enqueue.revive_changed", **self._bound.fragments())
-            report.revived += cursor.execute(statement, self._values(limit=RANGE_KEYS)).rowcount
+        self._revive(lease, report, "enqueue.revive_changed")
         report.scanned = True
         lease["outcome"] = {
             "scanned": True,
@@ -136,7 +134,14 @@ class Enqueuer:
                     values = self._values(after=after, upto=upto, model_id=model_id, reason=reason)
                     report.created += cursor.execute(statement, values).rowcount
 
+    def _revive(self, lease: Row, report: Enqueued, name: str) -> None:
+        with self._batch(lease) as cursor:
+            statement = query(name, **self._bound.fragments())
+            report.revived += cursor.execute(statement, self._values(limit=RANGE_KEYS)).rowcount
+
     def _reconcile(self, lease: Row, report: Enqueued, stop: Stop) -> None:
+        """Facts: stamps whose chunks are gone. And transient dead letters whose park is over get another round."""
+        self._revive(lease, report, "enqueue.revive_parked")
         for model_id in self._models:
             statement = query("enqueue.unstamp_short", **self._bound.fragments(model_id))
             for after, upto in self._ranges(lease, "enqueue.stamp_bound", "", stop, model_id=model_id):

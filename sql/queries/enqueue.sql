@@ -81,6 +81,7 @@ upserted AS (
     attempts = 0,
     crashes = 0,
     timeouts = 0,
+    deaths = 0,
     next_attempt_at = NULL,
     dismissed_at = NULL,
     status = CASE o.status WHEN 'leased' THEN 'leased' ELSE 'pending' END
@@ -221,8 +222,26 @@ SET
     attempts = 0,
     crashes = 0,
     timeouts = 0,
+    deaths = 0,
     next_attempt_at = NULL,
     dismissed_at = NULL,
     requested_at = clock_timestamp()
 FROM changed
 WHERE o.kind = changed.kind AND o.source_id = changed.source_id AND o.model_id = changed.model_id;
+
+-- name: revive_parked
+-- Transient dead letters whose park is over come back for another round of attempts. Dismissed ones stay.
+WITH chosen AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id
+    FROM embed_assets.semantic_outbox AS e
+    WHERE
+        e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead' AND e.dismissed_at IS NULL
+        AND embed_assets.parked_until(e.error_class, e.deaths, e.last_failed_at) <= (SELECT clock_timestamp())
+    ORDER BY e.source_id, e.model_id
+    LIMIT %(limit)s
+    FOR UPDATE OF e SKIP LOCKED
+)
+UPDATE embed_assets.semantic_outbox AS o
+SET status = 'pending', attempts = 0, crashes = 0, timeouts = 0, next_attempt_at = NULL, reason = 'reconcile'
+FROM chosen AS c
+WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id;

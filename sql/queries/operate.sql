@@ -1,21 +1,4 @@
--- What an operator, or the reconciler in his place, does with the queue. Each is one statement, ordered by key.
-
--- name: revive_parked
--- Transient dead letters whose park is over come back for another round of attempts. Dismissed ones stay.
-WITH chosen AS MATERIALIZED (
-    SELECT e.kind, e.source_id, e.model_id
-    FROM embed_assets.semantic_outbox AS e
-    WHERE
-        e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead' AND e.dismissed_at IS NULL
-        AND embed_assets.parked_until(e.error_class, e.deaths, e.last_failed_at) <= (SELECT clock_timestamp())
-    ORDER BY e.source_id, e.model_id
-    LIMIT %(limit)s
-    FOR UPDATE OF e SKIP LOCKED
-)
-UPDATE embed_assets.semantic_outbox AS o
-SET status = 'pending', attempts = 0, crashes = 0, timeouts = 0, next_attempt_at = NULL, reason = 'reconcile'
-FROM chosen AS c
-WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id;
+-- What an operator does with the queue. Each is one statement, ordered by key.
 
 -- name: count_dead
 -- What a retry or a dismissal with these filters would take; the dry run.

@@ -301,6 +301,7 @@ failed AS (
             WHEN g.deterministic OR o.attempts + 1 >= %(max_attempts)s THEN 'dead'
             ELSE 'retry_wait'
         END,
+        deaths = o.deaths + (g.deterministic OR o.attempts + 1 >= %(max_attempts)s)::integer,
         next_attempt_at = clock_timestamp() + interval '1 second' * greatest(
             least(5 * power(2, least(o.attempts, 20)), 600) * (0.8 + 0.4 * random()), g.delay
         ),
@@ -369,6 +370,7 @@ released AS (
     SET
         timeouts = o.timeouts + mine.timed_out::integer,
         status = CASE WHEN mine.timed_out AND mine.claimed = 1 AND o.timeouts >= 2 THEN 'dead' ELSE 'pending' END,
+        deaths = o.deaths + (mine.timed_out AND mine.claimed = 1 AND o.timeouts >= 2)::integer,
         error_code = CASE WHEN mine.timed_out THEN 'timeout' ELSE o.error_code END,
         error_class = CASE WHEN mine.timed_out THEN 'timeout' ELSE o.error_class END,
         error_message = CASE WHEN mine.timed_out THEN 'its wave used up its time with nothing staged'

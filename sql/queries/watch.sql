@@ -29,3 +29,9 @@ SELECT count(*) AS waiting FROM (
 SELECT coalesce(sum(w.indexed + w.removed + w.gone + w.superseded), 0)::bigint AS invalidated
 FROM embed_assets.claimed_waves AS w
 WHERE w.kind = %(kind)s AND w.run_id = %(run_id)s;
+
+-- name: failed_since
+-- One row when an entry failed since then: a run that only met failures was not idle.
+SELECT 1 AS failed FROM embed_assets.semantic_outbox AS o
+WHERE o.kind = %(kind)s AND o.last_failed_at >= %(began)s
+LIMIT 1;
