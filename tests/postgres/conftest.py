@@ -56,13 +56,13 @@ def jobs_table(db: psycopg.Connection[Any]) -> None:
 
 
 @pytest.fixture
-def kind(jobs_table: None, make_kind: KindMaker) -> Kind:  # noqa: ARG001  # it must be there first
+def kind(jobs_table: None, make_kind: KindMaker) -> Kind:
     """The built-in jobs corpus: waves of four rows, vectors of eight dimensions."""
     return make_kind()
 
 
 @pytest.fixture
-def other(kind: Kind, make_kind: KindMaker) -> Kind:  # noqa: ARG001  # it must be there first
+def other(kind: Kind, make_kind: KindMaker) -> Kind:
     """A second worker on the jobs corpus."""
     return make_kind()
 

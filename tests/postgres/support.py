@@ -1,4 +1,4 @@
-# ruff: noqa: S608  # the columns and conditions are the tests' own
+# SQL is put together here from columns and conditions that are the tests' own.
 """What the tests of the queue and of the write share: jobs, drains, looks at the tables, and gates that hold a
 transaction of ours open at a known point. Fixtures are in `conftest.py`."""
 
@@ -17,7 +17,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from embed_assets import pipeline
-from embed_assets.models import Counts, Wave
+from embed_assets.models import Counts, Enqueued, Wave
 from embed_assets.resources.assembly import Kind
 from embed_assets.stop import Stop
 
@@ -60,12 +60,26 @@ def add_jobs(db: Db, number: int, **columns: object) -> list[int]:
 
 def say(db: Db, *ids: object, kind: str = "jobs", **options: object) -> int:
     """`embed_assets.enqueue` in the transaction that `db` is in; returns how many feed rows were appended."""
+    array = "%s" if all(isinstance(given, int) for given in ids) else "%s::text[]"
     extra = "".join(f", {name} => %s" for name in options)
-    return int(value(db, f"SELECT embed_assets.enqueue(%s, %s{extra})", kind, list(ids), *options.values()))
+    return int(value(db, f"SELECT embed_assets.enqueue(%s, {array}{extra})", kind, list(ids), *options.values()))
 
 
-def enqueue(kind: Kind, *, scan: bool = True, **options: Any) -> Any:
+def enqueue(kind: Kind, *, scan: bool = True, **options: Any) -> Enqueued:
+    """Fold and scan; the first one of a kind reconciles too."""
     return kind.enqueuer.enqueue(scan=scan, **options)
+
+
+def fold(kind: Kind) -> Enqueued:
+    """Enqueue when neither scan nor reconcile is due: the feed alone."""
+    with kind.postgres.transaction() as cursor:
+        cursor.execute(
+            "UPDATE embed_assets.corpus_scans "
+            "SET last_scan_at = clock_timestamp(), seconds = 1000, last_reconcile_at = clock_timestamp()"
+        )
+    found = kind.enqueuer.enqueue()
+    assert not found.scanned
+    return found
 
 
 def claim(kind: Kind, limit: int = 100, *, run_id: str = "run", **options: Any) -> Wave | None:
@@ -153,9 +167,9 @@ def background(work: Callable[[], T]) -> Iterator[Future[T]]:
 class Gate:
     """Stops rows on their way into one of our tables, hence holds the transaction that writes them open."""
 
-    def __init__(self, url: str, table: str, when: str) -> None:
+    def __init__(self, url: str, table: str, when: str, only: str) -> None:
         self._keeper = psycopg.connect(url, autocommit=True)
-        self._table = table
+        self.opened = False
         self._keeper.execute("SELECT pg_advisory_lock(%s)", (LOCKS,))
         self._keeper.execute(
             f"""
@@ -164,7 +178,8 @@ class Gate:
                 PERFORM pg_advisory_xact_lock_shared({LOCKS});
                 RETURN coalesce(new, old);
             END $$;
-            CREATE TRIGGER gate {when} ON embed_assets.{table} FOR EACH ROW EXECUTE FUNCTION public.at_the_gate();
+            CREATE TRIGGER gate {when} ON embed_assets.{table}
+            FOR EACH ROW WHEN ({only}) EXECUTE FUNCTION public.at_the_gate();
             """.encode()
         )
 
@@ -173,21 +188,31 @@ class Gate:
         until_true(lambda: self._waiting(), "nobody came to the gate")
 
     def _waiting(self) -> bool:
-        statement = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted"
-        return bool(value(self._keeper, statement, LOCKS))
+        return waits_for_advisory(self._keeper, LOCKS)
 
     def open(self) -> None:
-        self._keeper.execute("SELECT pg_advisory_unlock(%s)", (LOCKS,))
+        if not self.opened:
+            self._keeper.execute("SELECT pg_advisory_unlock(%s)", (LOCKS,))
+        self.opened = True
 
     def close(self) -> None:
         self._keeper.execute("SELECT pg_advisory_unlock_all()")
         self._keeper.close()
 
 
+def waits_for_advisory(db: Db, number: int) -> bool:
+    """Whether somebody in this database waits for an advisory lock of one bigint key."""
+    statement = (
+        "SELECT count(*) FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database "
+        "WHERE d.datname = current_database() AND l.locktype = 'advisory' AND l.objid = %s AND NOT l.granted"
+    )
+    return bool(value(db, statement, number))
+
+
 @contextmanager
-def gate(url: str, table: str, when: str = "BEFORE INSERT") -> Iterator[Gate]:
-    """A closed gate on a table of ours; `open` it to let everybody through."""
-    made = Gate(url, table, when)
+def gate(url: str, table: str, when: str = "BEFORE INSERT", *, only: str = "TRUE") -> Iterator[Gate]:
+    """A closed gate on a table of ours for the rows that `only` names; `open` it to let everybody through."""
+    made = Gate(url, table, when, only)
     try:
         yield made
     finally:
@@ -200,6 +225,15 @@ def until_true(ready: Callable[[], bool], otherwise: str, *, seconds: float = 20
     while not ready():
         assert time.monotonic() < end, otherwise
         time.sleep(0.01)
+
+
+def until_blocked(db: Db, *, by: str = "%", number: int = 1) -> None:
+    """Until so many statements that are LIKE `by` wait for somebody's lock."""
+    statement = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
+        "AND query ILIKE %s"
+    )
+    until_true(lambda: value(db, statement, by) >= number, f"no statement like {by} waits")
 
 
 def connect(url: str, *, lock_timeout: str | None = None) -> Db:
