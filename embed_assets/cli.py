@@ -18,9 +18,11 @@ from typing import Annotated
 import typer
 
 from embed_assets import console
+from embed_assets.cli_operate import operate
+from embed_assets.cli_shared import AsJson, KindName, opened_kind
 from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError, EndpointTrouble
 from embed_assets.models import Counts, Wave
-from embed_assets.resources.assembly import Kind, database_url, find_corpus, open_kind
+from embed_assets.resources.assembly import Kind, database_url, find_corpus
 from embed_assets.resources.embedder import make_embedder
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
@@ -28,13 +30,11 @@ from embed_assets.stop import Stop
 logger = logging.getLogger("embed_assets")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app.add_typer(operate)
 
 FAILED, CONFIGURATION, INTERRUPTED = 1, 2, 130
 WATCH_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
-
-KindName = Annotated[str, typer.Argument(metavar="KIND", help="A declared kind, for example jobs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def drain(
     allow_clear: Annotated[bool, typer.Option(help="Believe a source that lost more than half of its rows.")] = False,
 ) -> None:
     """Enqueue what is stale, then embed and write wave after wave until nothing is due."""
-    with _open(kind) as opened, _until_signalled(opened) as stop:
+    with opened_kind(kind) as opened, _until_signalled(opened) as stop:
         _await_endpoint(opened, stop, watch)
         total = _drain(opened, stop, scan=True, allow_clear=allow_clear)
         while watch:
@@ -111,7 +111,7 @@ def drain(
 @app.command()
 def status(kind: KindName, as_json: AsJson = False) -> None:
     """Count every source row once, by what its vectors say of it."""
-    with _open(kind) as opened:
+    with opened_kind(kind) as opened:
         report, backlog = opened.outbox.status(opened.identity), opened.outbox.backlog()
     if as_json:
         typer.echo(console.status_json(report, backlog))
@@ -129,7 +129,7 @@ def search(
     """The nearest rows, each by its best chunk."""
     from embed_assets.search import search as find
 
-    with _open(kind) as opened:
+    with opened_kind(kind) as opened:
         embedder = make_embedder(opened.settings, for_queries=True)
         answer = find(opened.postgres, opened.bound, embedder, text, k=k)
         embedder.close()
@@ -183,16 +183,6 @@ def dev(
     from embed_assets.dev import run_dev
 
     raise typer.Exit(run_dev(load_settings(), host=host, port=port))
-
-
-@contextmanager
-def _open(kind: str) -> Iterator[Kind]:
-    settings = load_settings()
-    opened = open_kind(settings, find_corpus(settings, kind))
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from embed_assets.load import LoadReport
 from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
+from embed_assets.resources.operator import DeadLetters
 from embed_assets.search import Answer
 
 out = Console(highlight=False, soft_wrap=True)
@@ -90,6 +91,16 @@ def status_table(status: Status, backlog: Backlog) -> Table:
         table.add_row(state, str(status.counts.get(state, 0)), MEANINGS[state])
     table.add_section()
     table.add_row("total", str(status.total), "paused" if backlog.paused else "")
+    return table
+
+
+def failures_table(groups: Sequence[DeadLetters]) -> Table:
+    table = Table(title="dead letters", title_justify="left")
+    for heading in ("code", "rows", "for example", "last failure", "what to do"):
+        table.add_column(heading, justify="right" if heading == "rows" else "left")
+    for group in groups:
+        last = group.last_failed_at.strftime("%Y-%m-%d %H:%M")
+        table.add_row(group.error_code, str(group.rows), group.sample, last, group.next_step)
     return table
 
 

@@ -50,6 +50,7 @@ class Settings(BaseSettings):
     run_seconds: float = Field(60, gt=0)
     drains_in_flight: int = 2
     sensor_wait_seconds: float = Field(24, ge=0)
+    retention_days: float = 14
     reconcile_seconds: float = Field(3600, gt=0)
 
     @field_validator("database_url", "url", "query_url", "api_key", "model", "dimensions", mode="before")

@@ -1,0 +1,87 @@
+"""Commands for whoever operates a kind: look at dead letters, retry or dismiss them, pause, resume, forget.
+
+What changes rows says first what it would take, and does it with --yes. What does not belong here: the doing
+(`resources/operator.py`, `resources/retention.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from embed_assets import console
+from embed_assets.cli_shared import AsJson, KindName, opened_kind
+from embed_assets.resources.operator import DeadLetters, Operator
+from embed_assets.resources.retention import purge as forget
+
+operate = typer.Typer()
+
+Code = Annotated[str | None, typer.Option("--code", help="Only this error code.")]
+Ids = Annotated[list[str] | None, typer.Option("--id", help="Only this source id; may be given often.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without, only say what would be taken.")]
+
+
+@operate.command()
+def failures(kind: KindName, code: Code = None, as_json: AsJson = False) -> None:
+    """Dead letters by error code, with one of them and what to do."""
+    with opened_kind(kind) as opened:
+        groups = Operator(opened.postgres, kind).dead_letters(code=code)
+    if as_json:
+        rows = [asdict(group) | {"next_step": group.next_step} for group in groups]
+        typer.echo(json.dumps(rows, default=str, ensure_ascii=False))
+    elif groups:
+        console.out.print(console.failures_table(groups))
+    else:
+        console.out.print("no dead letters")
+
+
+@operate.command()
+def retry(kind: KindName, code: Code = None, ids: Ids = None, yes: Yes = False) -> None:
+    """Give dead letters all their attempts again, whatever was parked."""
+    with opened_kind(kind) as opened:
+        operator = Operator(opened.postgres, kind)
+        found = operator.dead_letters(code=code, ids=ids)
+        _say("retried", found, operator.retry(code=code, ids=ids) if yes else None)
+
+
+@operate.command()
+def dismiss(kind: KindName, code: Code = None, ids: Ids = None, yes: Yes = False) -> None:
+    """Give dead letters up until their source changes."""
+    with opened_kind(kind) as opened:
+        operator = Operator(opened.postgres, kind)
+        found = operator.dead_letters(code=code, ids=ids)
+        _say("dismissed", found, operator.dismiss(code=code, ids=ids) if yes else None)
+
+
+@operate.command()
+def pause(kind: KindName) -> None:
+    """No claim from now on; returns when the writes under way are committed."""
+    with opened_kind(kind) as opened:
+        console.out.print("paused" if Operator(opened.postgres, kind).pause() else "was paused already")
+
+
+@operate.command()
+def resume(kind: KindName) -> None:
+    """Claim again."""
+    with opened_kind(kind) as opened:
+        console.out.print("resumed" if Operator(opened.postgres, kind).resume() else "was not paused")
+
+
+@operate.command()
+def purge(kind: KindName) -> None:
+    """Forget what is older than EMBED_RETENTION_DAYS (the ledger: 48 h)."""
+    with opened_kind(kind) as opened:
+        deleted = forget(opened.postgres, days=opened.settings.retention_days)
+    console.out.print(", ".join(f"{table} {rows}" for table, rows in deleted.items()) or "everything is kept")
+
+
+def _say(done: str, found: list[DeadLetters], rows: int | None) -> None:
+    if rows is not None:
+        console.out.print(f"{done} {rows}")
+        return
+    for group in found:
+        console.out.print(f"would be {done}: {group.rows} with {group.error_code}, for example {group.sample}")
+    console.out.print("nothing was changed; add --yes" if found else "no dead letters")

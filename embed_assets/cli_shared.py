@@ -1,0 +1,26 @@
+"""What the commands share: their common arguments, and a kind that is open for as long as a command runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from embed_assets.resources.assembly import Kind, find_corpus, open_kind
+from embed_assets.settings import load_settings
+
+KindName = Annotated[str, typer.Argument(metavar="KIND", help="A declared kind, for example jobs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+
+
+@contextmanager
+def opened_kind(kind: str) -> Iterator[Kind]:
+    """The kind, assembled from the environment's settings. Raises ConfigurationError."""
+    settings = load_settings()
+    opened = open_kind(settings, find_corpus(settings, kind))
+    try:
+        yield opened
+    finally:
+        opened.close()
