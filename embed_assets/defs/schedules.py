@@ -1,11 +1,14 @@
 """One schedule per kind: finds changes of the source that nobody reported, where the sensor's probe is too slow.
 
 The sensor may ask the scan's predicate for a second and a half; here it may take 15 s, every five minutes. A table on
-which that is not enough is scanned each hour without asking.
+which that is not enough is scanned each hour without asking. What the sensor sees too is left to it: it is given
+some seconds, and its run is then in flight.
 What does not belong here: the rule (`decision`).
 """
 
 from __future__ import annotations
+
+import time
 
 from dagster import (
     DefaultScheduleStatus,
@@ -23,6 +26,7 @@ from embed_assets.resources.opened import OpenKinds
 from embed_assets.resources.watch import Watch
 
 UNASKED_SECONDS = 3600.0
+SENSOR_FIRST_SECONDS = 15.0
 
 
 def scan(kind: str, job: UnresolvedAssetJobDefinition, opened: OpenKinds) -> ScheduleDefinition:
@@ -37,6 +41,9 @@ def scan(kind: str, job: UnresolvedAssetJobDefinition, opened: OpenKinds) -> Sch
     def look(context: ScheduleEvaluationContext) -> RunRequest | SkipReason:
         try:
             decision = _look(opened.watch(kind), context)
+            if decision.run:
+                time.sleep(SENSOR_FIRST_SECONDS)
+                decision = _look(opened.watch(kind), context)
         except Exception as error:
             opened.forget(kind)
             return SkipReason(f"{kind} could not be looked at: {redacted(error, opened.settings)}")

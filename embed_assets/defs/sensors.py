@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from urllib.parse import unquote
 
 from dagster import (
     DagsterInstance,
@@ -24,8 +22,6 @@ from dagster import (
     sensor,
 )
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
-from psycopg import ProgrammingError
-from psycopg.conninfo import conninfo_to_dict
 
 from embed_assets.defs.decision import Decision, Look, decide, idle
 from embed_assets.defs.in_flight import in_flight
@@ -33,6 +29,7 @@ from embed_assets.defs.naming import ASKED_TAG, KIND_TAG, SCAN_TAG
 from embed_assets.resources.opened import OpenKinds
 from embed_assets.resources.watch import Watch
 from embed_assets.settings import Settings
+from embed_assets.urls import password_of
 
 LOOK_EVERY = 1.0
 PROBE_EVERY = 5.0
@@ -141,7 +138,5 @@ def redacted(error: Exception, settings: Settings) -> str:
 def _secrets(settings: Settings) -> set[str]:
     found = {secret.get_secret_value() for secret in (settings.database_url, settings.api_key) if secret}
     if settings.database_url:
-        with suppress(ProgrammingError):
-            password = conninfo_to_dict(settings.database_url.get_secret_value()).get("password")
-            found.add(unquote(str(password or "")))
+        found.add(password_of(settings.database_url.get_secret_value()) or "")
     return found - {""}

@@ -273,7 +273,10 @@ def test_a_notify_ends_the_waiting_at_once(project: Project) -> None:
     assert time.monotonic() - started < 6
 
 
-def test_the_schedule_follows_the_same_rule(project: Project, tmp_path: Path) -> None:
+def test_the_schedule_follows_the_same_rule_after_the_sensor_had_its_chance(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embed_assets.defs.schedules.SENSOR_FIRST_SECONDS", 0.5)
     defs = project.definitions()
     schedule = defs.resolve_schedule_def("posts_scan")
 
@@ -288,3 +291,8 @@ def test_the_schedule_follows_the_same_rule(project: Project, tmp_path: Path) ->
     assert request.tags["embed_assets/scan"] == "now"
     project.drain()
     assert "Nothing due" in tick().skip_message
+    project.put("two")
+    timer = threading.Timer(0.2, project.drain)
+    timer.start()
+    assert isinstance(tick(), SkipReason)
+    timer.join()

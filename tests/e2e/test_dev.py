@@ -1,0 +1,200 @@
+"""The whole arrangement as users start it: embedded Postgres, the shipped dagster.yaml, UI, daemon, runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from embed_assets import server
+from embed_assets.dev import dev_environment, launch_drain
+from embed_assets.load import create_jobs_table
+from embed_assets.settings import Settings
+
+START = (
+    "import sys; from embed_assets import dev, settings; sys.exit(dev.run_dev(settings.load_settings(), port={port}))"
+)
+TERMINATE = """mutation ($run: String!) { terminateRun(runId: $run, terminatePolicy: SAFE_TERMINATE) { __typename } }"""
+RUNS = "{ runsOrError(limit: 20) { ... on Runs { results { runId jobName status } } } }"
+
+
+@dataclass
+class Dev:
+    """A running `embed-assets dev` and its database."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    db: psycopg.Connection
+    log: Path
+
+    def ask(self, query: str, **variables: str) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/graphql",
+            json.dumps({"query": query, "variables": variables}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)["data"]  # type: ignore[no-any-return]
+
+    def runs(self) -> dict[str, str]:
+        return {run["runId"]: run["status"] for run in self.ask(RUNS)["runsOrError"]["results"]}
+
+    def value(self, statement: str) -> Any:
+        row = self.db.execute(statement).fetchone()
+        return row[0] if row else None
+
+    @property
+    def open_waves(self) -> int:
+        return self.value("SELECT count(*) FROM embed_assets.claimed_waves WHERE closed_at IS NULL")
+
+    def working_run(self) -> str | None:
+        """The run that is embedding now."""
+        return self.value(
+            "SELECT run_id FROM embed_assets.claimed_waves WHERE closed_at IS NULL AND started_at IS NOT NULL LIMIT 1"
+        )
+
+    def insert(self, rows: int, text: str) -> None:
+        """Postings that are no copies of each other, so that each must be embedded."""
+        self.db.execute(
+            "INSERT INTO jobs (external_id, title, company, description, is_tech) "
+            "SELECT gen_random_uuid(), 'Engineer', 'Acme', gen_random_uuid() || %s, TRUE FROM generate_series(1, %s)",
+            (text, rows),
+        )
+
+
+def eventually(ready: Callable[[], Any], seconds: float, what: str) -> Any:
+    until = time.monotonic() + seconds
+    while not (value := ready()):
+        assert time.monotonic() < until, f"{what} did not happen within {seconds} s"
+        time.sleep(0.1)
+    return value
+
+
+def reachable(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def group_of(leader: int) -> list[str]:
+    """The processes that are left of the session that Dagster leads."""
+    listing = subprocess.run(["ps", "-eo", "sid=,pid=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if line.split(None, 1)[0] == str(leader)]
+
+
+@pytest.fixture(scope="module")
+def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
+    home = tmp_path_factory.mktemp("dev")
+    port = free_port()
+    with psycopg.connect(server.ensure(home), autocommit=True) as db:
+        create_jobs_table(db)
+        log = home / "dev.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", START.format(port=port)],
+                env={**os.environ, "EMBED_HOME": str(home)},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            running = Dev(process, port, db, log)
+            running.insert(3, "a posting")
+            eventually(lambda: reachable(port) or process.poll() is not None, 120, "the UI")
+            assert process.poll() is None, log.read_text()
+            yield running
+        finally:
+            process.terminate()
+            process.wait(60)
+    server.remove(home)
+
+
+@pytest.mark.ids("A-01")
+def test_a_row_changed_in_sql_is_embedded_by_a_run_that_the_sensor_started(dev: Dev) -> None:
+    stamped = "SELECT count(*) FROM embed_assets.semantic_stamps AS s JOIN jobs AS j ON j.content_hash = s.revision"
+    tables = "SELECT to_regclass('embed_assets.semantic_stamps') IS NOT NULL"
+    eventually(lambda: dev.value(tables) and dev.value(stamped) == 3, 120, "the first drain")
+    dev.db.execute("UPDATE jobs SET title = 'Another' WHERE id = 1")
+    assert dev.value(stamped) == 2
+    eventually(lambda: dev.value(stamped) == 3, 90, "the drain of the changed row")
+    eventually(lambda: set(dev.runs().values()) == {"SUCCESS"}, 30, "the end of the runs")
+    assert len(dev.runs()) == 2
+
+
+@pytest.mark.ids("A-29")
+def test_terminate_ends_a_long_run_within_seconds_and_leaves_no_lease(dev: Dev) -> None:
+    dev.insert(400, " word" * 1_500)
+    run = eventually(dev.working_run, 90, "a run that embeds")
+    dev.db.execute("UPDATE embed_assets.corpora SET paused_at = now()")
+    started = time.monotonic()
+    dev.ask(TERMINATE, run=run)
+    eventually(lambda: dev.runs()[run] == "CANCELED", 20, "the end of the run")
+    assert time.monotonic() - started < 15
+    assert dev.open_waves == 0
+    charged = "SELECT count(*) FROM embed_assets.semantic_outbox WHERE attempts + crashes + timeouts > 0"
+    assert dev.value(charged) == 0
+
+
+def test_sigterm_stops_everything_and_a_run_under_way_gives_its_leases_back(dev: Dev) -> None:
+    dev.db.execute("UPDATE embed_assets.corpora SET paused_at = NULL")
+    eventually(dev.working_run, 90, "a run that embeds")
+    [leader] = subprocess.run(
+        ["pgrep", "-P", str(dev.process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert len(group_of(int(leader))) > 3
+    started = time.monotonic()
+    dev.process.send_signal(signal.SIGTERM)
+    assert dev.process.wait(60) == 0, dev.log.read_text()
+    assert time.monotonic() - started < 30
+    assert group_of(int(leader)) == []
+    assert dev.open_waves == 0
+
+
+def test_the_environment_names_what_a_plain_dagster_dev_needs(tmp_path: Path, server_url: str) -> None:
+    settings = Settings(DATABASE_URL=server_url, home=tmp_path)
+    values = dev_environment(settings)
+    assert set(values) == {"DATABASE_URL", "EMBED_HOME", "DAGSTER_HOME", "EMBED_DAGSTER_PG_URL"}
+    assert values["EMBED_DAGSTER_PG_URL"].endswith("_dagster")
+    assert "EMBED_DAGSTER_PG_URL" in (Path(values["DAGSTER_HOME"]) / "dagster.yaml").read_text()
+    psycopg.connect(values["EMBED_DAGSTER_PG_URL"]).close()
+    assert dev_environment(settings) == values
+
+
+def test_a_drain_from_a_script_runs_until_nothing_is_due_and_tells_how_far_it_is(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with psycopg.connect(database_url, autocommit=True) as db:
+        create_jobs_table(db)
+        db.execute(
+            "INSERT INTO jobs (title, description, is_tech) SELECT 'Engineer', 'posting ' || n, TRUE "
+            "FROM generate_series(1, 9) AS n"
+        )
+        storage = tmp_path / "storage"
+        (tmp_path / "dagster.yaml").write_text(f"storage: {{sqlite: {{base_dir: '{storage}'}}}}")
+        monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
+        monkeypatch.setenv("EMBED_DAGSTER_PG_URL", "postgresql://not.asked/for")
+        settings = Settings(DATABASE_URL=database_url, home=tmp_path, batch_size=4, waves_per_run=1)
+        told: list[tuple[int, int]] = []
+        assert launch_drain(settings, "jobs", progress=lambda done, total: told.append((done, total)))
+        assert told[-1] == (9, 9)
+        assert db.execute("SELECT count(DISTINCT run_id) FROM embed_assets.claimed_waves").fetchone() == (3,)
+        db.execute("UPDATE jobs SET title = 'Other'")
+        db.execute("UPDATE embed_assets.corpora SET paused_at = now()")
+        assert launch_drain(settings, "jobs")
+        assert db.execute("SELECT count(*) FROM embed_assets.semantic_outbox").fetchone() == (9,)
