@@ -84,7 +84,7 @@ class StubServer:
     def __post_init__(self) -> None:
         self.requests: list[Received] = []
         self.in_flight = self.most_in_flight = 0
-        self.dropped = 0  # answers that nobody waited for any more
+        self.dropped = 0  # requests that hung until the client went away
         self._left = list(self.script)
         self._lock, self._gpu = threading.Lock(), threading.Lock()
         self.stopping = threading.Event()
@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(401, {}, b"")
             self._behave(state.behaviour(received), received)
         except (BrokenPipeError, ConnectionResetError):
-            state.dropped += 1
+            pass
         finally:
             state.in_flight -= 1
 
@@ -218,9 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(behaviour, int):
             return self._send(behaviour, {}, {"error": f"scripted {behaviour}", "error_type": "Backend"})
         if behaviour == "hang":
-            self.server_state.stopping.wait(30)
-            self.close_connection = True
-            return None
+            return self._hang()
         if behaviour == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
@@ -281,6 +279,18 @@ class _Handler(BaseHTTPRequestHandler):
         tokens = sum(len(text.split()) for text in body["input"])
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "data": data, "model": model, "usage": usage}
+
+    def _hang(self) -> None:
+        """Say nothing until the client gives up."""
+        self.close_connection = True
+        self.connection.settimeout(0.02)
+        while not self.server_state.stopping.is_set():
+            try:
+                if not self.connection.recv(1, socket.MSG_PEEK):
+                    break
+            except TimeoutError:
+                continue
+        self.server_state.dropped += 1
 
     def _partly(self, encoded: bytes, *, byte_by_byte: bool) -> None:
         """Promise the whole; send 60 %, or ten bytes a second."""

@@ -79,7 +79,7 @@ class HttpEmbedder:
         self._endpoint = Endpoint(
             transport,
             language,
-            limits=Limits(items=max(1, request_items)),
+            limits=Limits(items=request_items),
             pace=Pace(requests_per_minute, tokens_per_minute),
             dimensions=dimensions,
             retry_base=retry_base,

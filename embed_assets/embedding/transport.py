@@ -122,9 +122,7 @@ class Transport:
         try:
             async with self._open().stream(method, url, content=body, headers=self._headers) as response:
                 content = await self._content(response)
-        except httpx.TimeoutException:
-            raise timed_out() from None
-        except httpx.ConnectError:
+        except (httpx.ConnectError, httpx.ConnectTimeout):
             raise lost("connect") from None
         except (httpx.TransportError, httpx.StreamError):
             raise lost("connection_lost") from None
@@ -135,14 +133,12 @@ class Transport:
     async def _content(self, response: httpx.Response) -> bytes:
         try:
             return await response.aread()
-        except httpx.TimeoutException:
-            raise
         except (httpx.TransportError, httpx.StreamError, httpx.DecodingError):
             raise broken_answer("cut_body", repairable=True) from None
 
     def _open(self) -> httpx.AsyncClient:
         if self._client is None:
-            timeout = httpx.Timeout(self._seconds, connect=min(CONNECT_SECONDS, self._seconds))
+            timeout = httpx.Timeout(None, connect=min(CONNECT_SECONDS, self._seconds / 2))  # the whole: `_within`
             self._client = httpx.AsyncClient(timeout=timeout, verify=self._verify, proxy=self._proxy)
         return self._client
 

@@ -228,7 +228,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(TEXTS, st.integers(1, 40), st.integers(1, 30))
 def test_limits_hold_and_no_visible_character_is_lost(text, max_chars, max_tokens):
     pieces = chunk(text, max_chars=max_chars, max_tokens=max_tokens, count_tokens=lambda piece: len(piece.encode()))
@@ -240,7 +240,7 @@ def test_limits_hold_and_no_visible_character_is_lost(text, max_chars, max_token
     assert not any(regex.match(r"\s(?![\p{M}\u200d])", piece) for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(TEXTS, st.integers(2, 40), st.data())
 def test_overlap_only_adds(text, max_chars, data):
     overlap = data.draw(st.integers(1, max_chars - 1))

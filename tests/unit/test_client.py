@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
 
-from embed_assets.embedding import Embedded, HttpEmbedder, Rejected
+from embed_assets.embedding import Embedded, HttpEmbedder, Rejected, client
 from embed_assets.embedding.batches import Limits, Pace, batches
 from embed_assets.embedding.faults import from_status, retry_after
 from embed_assets.embedding.protocols import BadAnswer, OpenAI, Tei, wire
@@ -129,13 +132,23 @@ def test_openai_answers_are_placed_by_index_in_either_encoding(server, connect, 
 
 
 @pytest.mark.ids("E05", "B-34")
-@pytest.mark.parametrize("behaviour", ["index_out_of_range", "bool_index", "no_index", "bad_base64", "short", "long"])
-def test_an_answer_that_cannot_be_placed_is_accepted_in_no_part(server, connect, behaviour):
+@pytest.mark.parametrize(
+    ("behaviour", "code"),
+    [
+        ("index_out_of_range", "wrong_index"),
+        ("bool_index", "wrong_index"),
+        ("no_index", "wrong_index"),
+        ("bad_base64", "invalid_base64"),
+        ("short", "count_mismatch"),
+        ("long", "count_mismatch"),
+    ],
+)
+def test_an_answer_that_cannot_be_placed_is_accepted_in_no_part(server, connect, behaviour, code):
     server.always = behaviour
     results = []
     with pytest.raises(EndpointTrouble) as raised:
         results += connect("openai").embed(TEXTS, stop=Stop())
-    assert raised.value.error_class == ErrorClass.CONTRACT
+    assert (raised.value.error_class, raised.value.code) == (ErrorClass.CONTRACT, code)
     assert results == []
 
 
@@ -359,7 +372,7 @@ def test_each_attempt_has_its_own_timeout_and_is_tried_again(server, connect):
 @pytest.mark.ids("A-56")
 def test_a_server_that_trickles_is_timed_out_as_a_whole(server, connect):
     server.always = "trickle"
-    embedder = connect(attempt_timeout=0.3)
+    embedder = connect(attempt_timeout=0.15)
     with pytest.raises(EndpointTrouble) as raised:
         embed(embedder, ["only"])
     assert (raised.value.error_class, raised.value.code) == (ErrorClass.UNAVAILABLE, "timeout")
@@ -376,6 +389,34 @@ def test_a_request_that_times_out_is_halved_and_the_size_remembered(server, conn
     server.forget()
     embed(embedder, TEXTS)
     assert server.sizes == [2, 2, 2, 2]
+
+
+@pytest.mark.ids("E17")
+def test_a_server_that_never_answers_gets_five_attempts_and_smaller_requests_the_next_time(server, connect):
+    server.always = "hang"
+    embedder = connect(attempt_timeout=0.1)
+    with pytest.raises(EndpointTrouble) as raised:
+        embed(embedder, ["x" * 10] * 32)
+    assert raised.value.code == "timeout"
+    assert server.sizes == [32, 16, 8, 4, 2]
+    assert embedder.limits.chars == 20
+
+
+@pytest.mark.ids("E18")
+def test_a_host_that_does_not_accept_is_not_a_slow_one():
+    with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for waiting in (first, second):  # fill the backlog: the next connection is ignored
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/embed"
+        embedder = HttpEmbedder("hf", url, identity="stub-v1", attempt_timeout=0.2, retry_base=0.01)
+        with pytest.raises(EndpointTrouble) as raised:
+            embed(embedder, TEXTS)
+        embedder.close()
+    assert raised.value.code == "connect"
+    assert embedder.limits == Limits()
 
 
 @pytest.mark.ids("E17")
@@ -469,7 +510,7 @@ def test_an_endpoint_that_always_breaks_is_to_blame_and_no_text(server, connect,
     with pytest.raises(EndpointTrouble) as raised:
         embed(connect(), TEXTS)
     assert raised.value.error_class == ErrorClass.UNAVAILABLE
-    assert len(server.requests) <= 10
+    assert server.sizes == [8, 8, 8, 8, 8, 1, 1]
 
 
 @pytest.mark.ids("E02")
@@ -557,8 +598,8 @@ def test_requests_are_bounded_by_bytes(server, connect):
     assert_right(vectors, texts)
     server.forget()
     embed(embedder, texts)
-    assert max(server.sizes) == 2
-    assert len(server.requests) == 3
+    assert server.sizes == [2, 2, 2]
+    assert embedder.limits.items == 32
 
 
 @pytest.mark.ids("E10")
@@ -577,6 +618,23 @@ def test_one_text_over_the_token_limit_is_found_and_sizes_stay(server, connect, 
     assert_right(vectors, texts, [0, 1, 2, 4, 5, 6, 7, 8])
     assert type(errors[3]) is InputTooLong
     assert embedder.limits == Limits()
+
+
+def test_too_many_tokens_in_all_are_halved_by_length(server, connect):
+    server.then((400, {}, {"error": "maximum 8000 tokens per request"}))
+    embedder = connect()
+    vectors, errors = embed(embedder, ["x" * 100] * 8)
+    assert (len(vectors), errors) == (8, {})
+    assert (embedder.limits.items, embedder.limits.chars) == (32, 400)
+
+
+def test_a_part_of_what_was_merely_too_much_is_no_suspect(server, connect):
+    server.max_items, server.says_info = 4, False
+    embedder = connect()
+    server.then((422, {}, "maximum batch size 4"), 500, 500, 500)
+    vectors, _ = embed(embedder, TEXTS)
+    assert_right(vectors, TEXTS)
+    assert server.sizes == [8, 4, 4, 4, 4, 4]
 
 
 def test_a_single_text_over_the_byte_limit_is_too_long(server, connect):
@@ -630,7 +688,29 @@ def test_a_stop_drops_what_is_in_flight_at_once_and_is_never_tried_again(server,
         list(connect(concurrency=2, request_items=4).embed(TEXTS, stop=stop))
     assert time.monotonic() - began < 0.5
     time.sleep(0.2)
-    assert len(server.requests) == 2
+    assert len(server.requests) == server.dropped == 2
+
+
+def test_a_call_that_was_stopped_before_it_began_sends_nothing(server, connect):
+    stop = Stop()
+    stop.cancel()
+    with pytest.raises(Cancelled):
+        list(connect().embed(TEXTS, stop=stop))
+    time.sleep(0.05)
+    assert server.requests == []
+
+
+def test_a_request_that_timed_out_is_not_left_running(server, connect):
+    server.then("hang")
+    embed(connect(attempt_timeout=0.2), ["a"])
+    time.sleep(0.1)
+    assert server.dropped == 1
+
+
+def test_the_end_is_seen_even_if_closing_overtook_the_call():
+    work: Future[None] = Future()
+    work.cancel()
+    assert client._next(queue.SimpleQueue(), work, Stop()) is None
 
 
 @pytest.mark.ids("E12")
@@ -707,6 +787,8 @@ def test_a_query_waits_no_longer_than_it_is_told(server, connect):
         connect().embed_query("cook", timeout=0.2)
     assert raised.value.code == "timeout"
     assert time.monotonic() - began < 0.5
+    time.sleep(0.1)
+    assert server.dropped == 1
 
 
 @pytest.mark.parametrize(

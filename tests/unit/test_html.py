@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -165,6 +166,29 @@ def test_documents_that_libxml2_refuses_are_read_all_the_same(monkeypatch):
     assert html_to_text("<p>a</p><p>b") == "a\n\nb"
 
 
+def test_a_document_that_libxml2_gave_up_on_is_read_by_the_other_parser(monkeypatch):
+    class GivesUp:
+        feed_error_log = [SimpleNamespace(level=3)]  # noqa: RUF012
+
+        def __init__(self, **_options): ...
+        def feed(self, _source): ...
+        def close(self): ...
+
+    monkeypatch.setattr(etree, "HTMLParser", GivesUp)
+    assert html_to_text("<p>a</p><p>b") == "a\n\nb"
+
+
+def test_characters_that_mark_boundaries_inside_are_only_spaces_outside():
+    assert html_to_text("a\x1cb\x1dc\x1ed\x1fe") == normalise("a\x1cb\x1dc\x1ed\x1fe") == "a b c d e"
+
+
+@pytest.mark.ids("T01", "T02")
+def test_what_a_parser_hands_over_is_normalised_too():
+    sink = html._Sink()
+    sink.data("a\0\ud800")
+    assert sink.close() == "a\ufffd\ufffd"
+
+
 def test_a_slice_boundary_inside_the_source_changes_nothing(monkeypatch):
     source = "<p>caf&eacute; – <b>naïve</b> 🎉</p><!-- c --><script>a<b</script><ul><li>x</ul>"
     whole = html_to_text(source)
@@ -204,7 +228,7 @@ CONTROLS = ["\n", "\t", "\0", "\ud800", "\x1c", " "]
 MARKUP = st.lists(st.sampled_from([*TAGS.split(), *ODDITIES.split(), *CONTROLS]) | st.text(max_size=5)).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(MARKUP)
 def test_any_markup_gives_text_that_can_be_stored(source):
     for text in (html_to_text(source), html._with_soup(html.well_formed(source)), normalise(source)):
