@@ -1,19 +1,21 @@
 """Enqueue: fold the feed, scan the source, reconcile facts. One enqueuer per kind, under the lease of `corpus_scans`.
 
-Every step goes in ranges with a commit each, so that nothing grows with the table and nobody waits.
+Every step goes in ranges with a commit each, so that nothing grows with the table and nobody waits. A row that the
+database cannot read is found by halving its range, and entered, so that its wave records why.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from psycopg import Cursor
+from psycopg import Cursor, sql
 
-from embed_assets.errors import LeaseLost
+from embed_assets.errors import CorruptRow, LeaseLost, RowRejected
 from embed_assets.models import Enqueued
 from embed_assets.queries import query
 from embed_assets.resources.postgres import Postgres, Row
@@ -22,10 +24,24 @@ from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LEASE_SECONDS = 120
 FOLD_ROWS = 5_000
 RANGE_KEYS = 50_000
 GUARD_STAMPS = 1_000
+GuiltyRow = (RowRejected, CorruptRow)
+# In place of the source when one row's rank cannot be computed: the others must not wait for it.
+UNRANKED = sql.SQL("(SELECT NULL::float8 AS rank, NULL::bigint AS key WHERE FALSE)")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Keys in (after, upto], about `size` of them; None is an open end."""
+
+    after: Any
+    upto: Any
+    size: int
 
 
 class Enqueuer:
@@ -44,132 +60,199 @@ class Enqueuer:
 
         A scan is due again after 20 times its own duration. `allow_clear` lets a scan clear more than half of
         over 1,000 stamps, which it otherwise refuses and says. While another enqueuer is at work: skipped.
+        Raises what `stop` raises, LeaseLost when another enqueuer took over, DatabaseTrouble.
         """
-        stop = stop or Stop()
-        with self._lease() as lease:
-            if lease is None:
+        with self._lease(stop or Stop()) as work:
+            if work is None:
                 return Enqueued(skipped=True)
-            report = Enqueued()
-            self._fold(lease, report, stop)
-            if scan or lease["scan_due"] or lease["reconcile_due"]:
-                self._scan(lease, report, allow_clear, stop)
-            return report
+            work.fold()
+            if scan or work.lease["scan_due"] or work.lease["reconcile_due"]:
+                work.scan(allow_clear=allow_clear)
+            return work.report
 
     @contextmanager
-    def _lease(self) -> Iterator[Row | None]:
-        values = self._values() | {"reconcile_seconds": self._reconcile_seconds}
-        lease = self._postgres.one("enqueue.acquire_lease", values)
+    def _lease(self, stop: Stop) -> Iterator[_Enqueue | None]:
+        values = {"kind": self._bound.kind, "lease": LEASE_SECONDS, "reconcile_seconds": self._reconcile_seconds}
+        lease = self._postgres.retrying(lambda c: c.execute(query("enqueue.acquire_lease"), values).fetchone())
         if lease is None:
             yield None
             return
-        lease["outcome"] = {"scanned": False, "reconciled": False, "seconds": None}
+        work = _Enqueue(self._postgres, self._bound, self._models, lease, stop)
         try:
-            yield lease
+            yield work
         finally:
-            self._postgres.execute("enqueue.release_lease", values | lease["outcome"] | {"token": lease["token"]})
+            self._postgres.execute("enqueue.release_lease", values | work.outcome | {"token": lease["token"]})
 
-    @contextmanager
-    def _batch(self, lease: Row) -> Iterator[Cursor[Row]]:
-        """One committed step, fenced by the enqueuer's lease and renewing it."""
-        with self._postgres.transaction() as cursor:
-            values = self._values() | {"token": lease["token"]}
-            if cursor.execute(query("enqueue.hold_lease"), values).fetchone() is None:
-                raise LeaseLost(f"another enqueuer of {self._bound.kind} has taken over")
-            yield cursor
 
-    def _fold(self, lease: Row, report: Enqueued, stop: Stop) -> None:
-        statement = query("enqueue.fold", **self._bound.fragments())
+class _Enqueue:
+    """One enqueue under its lease: what it does, and what it will report."""
+
+    def __init__(self, postgres: Postgres, bound: BoundCorpus, models: list[int], lease: Row, stop: Stop) -> None:
+        self.lease = lease
+        self.report = Enqueued()
+        self.outcome: dict[str, Any] = {"scanned": False, "reconciled": False, "seconds": None}
+        self._postgres = postgres
+        self._bound = bound
+        self._models = models
+        self._stop = stop
+
+    def fold(self) -> None:
+        """The feed becomes entries; ids that no row can have are dropped and counted."""
         while True:
-            stop.check()
-            with self._batch(lease) as cursor:
-                row = cursor.execute(statement, self._values(limit=FOLD_ROWS)).fetchone()
-            assert row is not None
-            report.folded += row["folded"]
-            report.created += row["created"]
-            report.unknown += row["unknown"]
+            row = self._fold()
+            self.report.folded += row["folded"]
+            self.report.created += row["created"]
+            self.report.unknown += row["unknown"]
             if row["folded"] < FOLD_ROWS:
                 break
-        if report.unknown:
-            self._warn(report, f"{report.unknown} enqueued ids can be no key of {self._bound.corpus.table}: dropped")
+        if self.report.unknown:
+            table = self._bound.corpus.table
+            self._warn(f"{self.report.unknown} enqueued ids can be no key of {table}: dropped")
 
-    def _scan(self, lease: Row, report: Enqueued, allow_clear: bool, stop: Stop) -> None:
+    def _fold(self) -> Row:
+        try:
+            return self._one("enqueue.fold", limit=FOLD_ROWS)
+        except GuiltyRow:
+            unranked = query("enqueue.fold", **self._bound.fragments() | {"source": UNRANKED, "e_key": sql.SQL("0")})
+            return self._step(lambda cursor: _first(cursor, unranked, self._values(limit=FOLD_ROWS)))
+
+    def scan(self, *, allow_clear: bool) -> None:
+        """Every row against its stamps; then what is left over of the stamps; then the dead whose source changed."""
         started = time.monotonic()
-        reason = "reconcile" if lease["reconcile_due"] else "scan"
-        if lease["reconcile_due"]:
-            self._reconcile(lease, report, stop)
-        kept = 0
-        for after, upto in self._ranges(lease, "enqueue.scan_bound", None, stop):
-            row = self._run(lease, "enqueue.scan_range", after=after, upto=upto, reason=reason)
-            report.created += row["created"]
-            kept += row["kept"]
-        self._clear(lease, report, kept, allow_clear, reason, stop)
-        self._revive(lease, report, "enqueue.revive_changed")
-        report.scanned = True
-        lease["outcome"] = {
-            "scanned": True,
-            "reconciled": lease["reconcile_due"],
-            "seconds": time.monotonic() - started,
-        }
+        if self.lease["reconcile_due"]:
+            self._reconcile()
+        reason = "reconcile" if self.report.unstamped else "scan"
+        kept = self._scan_source(reason)
+        self._clear(kept, allow_clear, reason)
+        self._revive("enqueue.revive_changed")
+        self.report.scanned = True
+        seconds = time.monotonic() - started
+        self.outcome = {"scanned": True, "reconciled": self.lease["reconcile_due"], "seconds": seconds}
 
-    def _clear(self, lease: Row, report: Enqueued, kept: int, allow: bool, reason: str, stop: Stop) -> None:
+    def _scan_source(self, reason: str) -> int:
+        kept = 0
+
+        def scan(part: Range) -> None:
+            nonlocal kept
+            row = self._one("enqueue.scan_range", part, reason=reason)
+            self.report.created += row["created"]
+            kept += row["kept"]
+
+        def enter(part: Range) -> None:
+            self.report.created += self._rows("enqueue.enter_unreadable", part, reason=reason)
+
+        self._in_ranges("enqueue.scan_bound", None, scan, enter)
+        return kept
+
+    def _clear(self, kept: int, allow: bool, reason: str) -> None:
         """Rows that are gone or left search. Counted first: a source that lost most of its rows is not believed.
 
         The count is of a moment; a few stamps are looked through whatever it says, many only when some are left over.
         """
-        stamps = self._run(lease, "enqueue.stamps")["stamps"]
+        stamps = self._one("enqueue.stamps")["stamps"]
         left_over = stamps - kept
         if stamps > RANGE_KEYS and left_over <= 0:
             return
         if not allow and stamps > GUARD_STAMPS and left_over > stamps / 2:
             self._warn(
-                report,
                 f"{left_over} of {stamps} indexed rows seem gone or not indexable: nothing is cleared. "
-                "If that is meant, drain with --allow-clear",
+                "If that is meant, drain with --allow-clear"
             )
             return
-        statement = query("enqueue.clear_range", **self._bound.fragments())
         for model_id in self._models:
-            for after, upto in self._ranges(lease, "enqueue.stamp_bound", "", stop, model_id=model_id):
-                with self._batch(lease) as cursor:
-                    values = self._values(after=after, upto=upto, model_id=model_id, reason=reason)
-                    report.created += cursor.execute(statement, values).rowcount
 
-    def _revive(self, lease: Row, report: Enqueued, name: str) -> None:
-        with self._batch(lease) as cursor:
-            statement = query(name, **self._bound.fragments())
-            report.revived += cursor.execute(statement, self._values(limit=RANGE_KEYS)).rowcount
+            def clear(part: Range, model_id: int = model_id) -> None:
+                self.report.created += self._rows("enqueue.clear_range", part, reason=reason, model_id=model_id)
 
-    def _reconcile(self, lease: Row, report: Enqueued, stop: Stop) -> None:
+            self._in_ranges("enqueue.stamp_bound", "", clear, model_id=model_id)
+
+    def _revive(self, name: str) -> None:
+        def revive(part: Range) -> None:
+            self.report.revived += self._rows(name, part)
+
+        self._in_ranges("enqueue.dead_bound", "", revive)
+
+    def _reconcile(self) -> None:
         """Facts: stamps whose chunks are gone. And transient dead letters whose park is over get another round."""
-        self._revive(lease, report, "enqueue.revive_parked")
+        self._revive("enqueue.revive_parked")
         for model_id in self._models:
-            statement = query("enqueue.unstamp_short", **self._bound.fragments(model_id))
-            for after, upto in self._ranges(lease, "enqueue.stamp_bound", "", stop, model_id=model_id):
-                with self._batch(lease) as cursor:
-                    report.unstamped += cursor.execute(statement, self._values(after=after, upto=upto)).rowcount
 
-    def _ranges(self, lease: Row, bound: str, after: Any, stop: Stop, **values: Any) -> Iterator[tuple[Any, Any]]:
-        """(after, upto] ranges of about 50,000 keys, the last one open."""
-        statement = query(bound, **self._bound.fragments())
+            def unstamp(part: Range, model_id: int = model_id) -> None:
+                self.report.unstamped += self._rows("enqueue.unstamp_short", part, model=model_id)
+
+            self._in_ranges("enqueue.stamp_bound", "", unstamp, model_id=model_id)
+
+    def _in_ranges(
+        self,
+        bound: str,
+        after: Any,
+        work: Callable[[Range], None],
+        alone: Callable[[Range], None] = lambda part: None,
+        **values: Any,
+    ) -> None:
+        """Do `work` in ranges of about 50,000 keys; `alone` with a row that the database cannot read."""
         while True:
-            stop.check()
-            with self._batch(lease) as cursor:
-                row = cursor.execute(statement, self._values(after=after, size=RANGE_KEYS, **values)).fetchone()
-            upto = row["bound"] if row else None
-            yield after, upto
+            upto = self._end_of(bound, Range(after, None, RANGE_KEYS), **values)
+            self._isolating(bound, Range(after, upto, RANGE_KEYS), work, alone, **values)
             if upto is None:
                 return
             after = upto
 
-    def _run(self, lease: Row, name: str, **values: Any) -> Row:
-        with self._batch(lease) as cursor:
-            row = cursor.execute(query(name, **self._bound.fragments()), self._values(**values)).fetchone()
-        assert row is not None, name
-        return row
+    def _isolating(
+        self, bound: str, part: Range, work: Callable[[Range], None], alone: Callable[[Range], None], **values: Any
+    ) -> None:
+        try:
+            work(part)
+        except GuiltyRow as error:
+            if part.size <= 1:
+                self._warn(f"a row cannot be read: {error}")
+                return alone(part)
+            half = part.size // 2
+            middle = self._end_of(bound, replace(part, size=half), **values)
+            halves = [replace(part, size=half)]
+            if middle is not None:
+                halves = [Range(part.after, middle, half), Range(middle, part.upto, part.size - half)]
+            for one in halves:
+                self._isolating(bound, one, work, alone, **values)
 
-    def _warn(self, report: Enqueued, text: str) -> None:
+    def _end_of(self, bound: str, part: Range, **values: Any) -> Any:
+        """The last key of the first `size` ones of a range; None where there are fewer."""
+        self._stop.check()
+        statement = query(bound, **self._bound.fragments())
+        values = self._values(after=part.after, upto=part.upto, size=part.size, **values)
+        row = self._step(lambda cursor: cursor.execute(statement, values).fetchone())
+        return row["bound"] if row else None
+
+    def _one(self, name: str, part: Range | None = None, **values: Any) -> Row:
+        statement = query(name, **self._bound.fragments())
+        return self._step(lambda cursor: _first(cursor, statement, self._values(part, **values)))
+
+    def _rows(self, name: str, part: Range, *, model: int | None = None, **values: Any) -> int:
+        statement = query(name, **self._bound.fragments(model))
+        return self._step(lambda cursor: cursor.execute(statement, self._values(part, **values)).rowcount)
+
+    def _step(self, work: Callable[[Cursor[Row]], T]) -> T:
+        """One committed step, fenced by the enqueuer's lease and renewing it."""
+
+        def held(cursor: Cursor[Row]) -> T:
+            values = self._values() | {"token": self.lease["token"], "lease": LEASE_SECONDS}
+            if cursor.execute(query("enqueue.hold_lease"), values).fetchone() is None:
+                raise LeaseLost(f"another enqueuer of {self._bound.kind} has taken over")
+            return work(cursor)
+
+        self._stop.check()
+        return self._postgres.retrying(held, stop=self._stop)
+
+    def _warn(self, text: str) -> None:
         logger.warning("%s: %s", self._bound.kind, text)
-        report.warnings.append(text)
+        self.report.warnings.append(text)
 
-    def _values(self, **more: Any) -> dict[str, Any]:
-        return {"kind": self._bound.kind, "models": self._models, "lease": LEASE_SECONDS, **more}
+    def _values(self, part: Range | None = None, **more: Any) -> dict[str, Any]:
+        ends = {"after": part.after, "upto": part.upto} if part else {}
+        return {"kind": self._bound.kind, "models": self._models, **ends, **more}
+
+
+def _first(cursor: Cursor[Row], statement: sql.Composed, values: dict[str, Any]) -> Row:
+    row = cursor.execute(statement, values).fetchone()
+    assert row is not None
+    return row

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_CRASHES = 3
 TENTH = 10
 RANKED = sql.SQL("o.lane, o.rank, o.id")
-OLDEST = sql.SQL("o.enqueued_at, o.id")
+REVERSED = sql.SQL("o.lane DESC, o.rank DESC, o.id DESC")
 EVER = datetime.max.replace(tzinfo=timezone.utc)
 BACKLOG_LIMIT = 10_000
 
@@ -90,8 +90,10 @@ class Outbox:
         if corpus is None or corpus["paused_at"] is not None:
             return None
         cursor.execute(query("outbox.claim_by_index"))
-        for statement in self._claims(cursor, bool(values["ancestors"])):
-            for model_id in self.models:
+        tenth = self._is_tenth(cursor)
+        models = self.models[::-1] if tenth else self.models
+        for statement in self._claims(tenth, bool(values["ancestors"])):
+            for model_id in models:
                 rows = cursor.execute(statement, {**values, "model_id": model_id}).fetchall()
                 if rows:
                     return _waves(rows)[0]
@@ -105,14 +107,17 @@ class Outbox:
             cursor.execute(query("outbox.drop_plans"), {"wave_ids": expired})
         cursor.execute(query("outbox.heal"), values)
 
-    def _claims(self, cursor: Cursor[Row], of_runs: bool) -> list[sql.Composed]:
+    def _is_tenth(self, cursor: Cursor[Row]) -> bool:
+        """Every tenth wave goes the other way round (lane, model, rank), so that nothing starves."""
+        row = cursor.execute(query("outbox.next_wave_number")).fetchone()
+        return row is not None and row["number"] % TENTH == 0
+
+    def _claims(self, tenth: bool, of_runs: bool) -> list[sql.Composed]:
         """The claims to try in turn; suspects come after everything else."""
         lease = query("outbox.lease")
         if of_runs:
             return [query("outbox.claim_of_runs", lease=lease)]
-        row = cursor.execute(query("outbox.next_wave_number")).fetchone()
-        tenth = row is not None and row["number"] % TENTH == 0
-        order = OLDEST if tenth else RANKED
+        order = REVERSED if tenth else RANKED
         return [query("outbox.claim", order=order, lease=lease), query("outbox.claim_suspect", lease=lease)]
 
     def claimable(self, *, failed_before: datetime = EVER) -> bool:

@@ -31,6 +31,16 @@ STATEMENT_TIMEOUT = "60s"
 LOCK_TIMEOUT = "10s"
 IDLE_TIMEOUT = "60s"
 CONNECTIONS = 4
+CONNECTION: dict[str, Any] = {
+    "connect_timeout": 10,
+    # No server-side prepared statements: they break behind a transaction pooler.
+    "prepare_threshold": None,
+    # A peer that has vanished is noticed within the minute, not after the kernel's quarter of an hour.
+    "keepalives_idle": 20,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
 RETRIES = 4
 CONFLICTS = (errors.DeadlockDetected, errors.SerializationFailure, errors.LockNotAvailable)
 # SQLSTATE classes that speak of the row: data exception, integrity, limits exceeded, raised by a trigger.
@@ -142,12 +152,7 @@ class Postgres:
     def _make_pool(self) -> ConnectionPool[psycopg.Connection[Row]]:
         return ConnectionPool(
             self.url,
-            # No server-side prepared statements: they break behind a transaction pooler.
-            kwargs={
-                "row_factory": dict_row,
-                "prepare_threshold": None,
-                "application_name": self._application_name,
-            },
+            kwargs={"row_factory": dict_row, "application_name": self._application_name, **CONNECTION},
             configure=_register,
             check=ConnectionPool.check_connection,
             min_size=0,
@@ -165,9 +170,8 @@ def connect(url: str, application_name: str, *, autocommit: bool = False) -> psy
             url,
             autocommit=autocommit,
             row_factory=dict_row,
-            prepare_threshold=None,
-            connect_timeout=10,
             application_name=application_name,
+            **CONNECTION,
         )
     except psycopg.OperationalError as error:
         raise ConfigurationError(_explain(error)) from None

@@ -96,8 +96,6 @@ CREATE TABLE embed_assets.semantic_outbox (
 );
 CREATE INDEX semantic_outbox_claim ON embed_assets.semantic_outbox (kind, model_id, lane, rank, id)
 WHERE status = 'pending';
-CREATE INDEX semantic_outbox_oldest ON embed_assets.semantic_outbox (kind, model_id, enqueued_at)
-WHERE status = 'pending';
 CREATE INDEX semantic_outbox_retry ON embed_assets.semantic_outbox (kind, model_id, next_attempt_at)
 WHERE status = 'retry_wait';
 CREATE INDEX semantic_outbox_dead ON embed_assets.semantic_outbox (kind, model_id)

@@ -94,9 +94,9 @@ SELECT
     (SELECT count(*) FROM taken WHERE ({canonical}) IS NULL) AS unknown;
 
 -- name: scan_bound
--- The key that ends the next range; no row when fewer keys than a range are left.
+-- The key that ends the first %(size)s ones of a range; no row when it has fewer.
 SELECT source.key AS bound FROM {source} AS source
-WHERE source.key > %(after)s OR %(after)s IS NULL
+WHERE (source.key > %(after)s OR %(after)s IS NULL) AND (source.key <= %(upto)s OR %(upto)s IS NULL)
 ORDER BY source.key
 OFFSET %(size)s - 1
 LIMIT 1;
@@ -147,14 +147,26 @@ SELECT
     count(*) FILTER (WHERE j.stamped AND j.indexable) AS kept
 FROM judged AS j;
 
+-- name: enter_unreadable
+-- A range of one row that the database cannot read: entered by its key alone, so that its wave records why.
+INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane)
+SELECT %(kind)s, source.source_id, m.model_id, %(reason)s, 0
+FROM {source} AS source
+CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
+WHERE (source.key > %(after)s OR %(after)s IS NULL) AND (source.key <= %(upto)s OR %(upto)s IS NULL)
+ORDER BY source.source_id, m.model_id
+ON CONFLICT (kind, source_id, model_id) DO NOTHING;
+
 -- name: stamps
 SELECT count(*) AS stamps FROM embed_assets.semantic_stamps AS s
 WHERE s.kind = %(kind)s AND s.model_id = ANY(%(models)s);
 
 -- name: stamp_bound
--- The stamp that ends the next page of stamps.
+-- The stamp that ends the first %(size)s ones of a page of stamps.
 SELECT s.source_id AS bound FROM embed_assets.semantic_stamps AS s
-WHERE s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id > %(after)s
+WHERE
+    s.kind = %(kind)s AND s.model_id = %(model_id)s
+    AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL)
 ORDER BY s.source_id
 OFFSET %(size)s - 1
 LIMIT 1;
@@ -200,6 +212,16 @@ WHERE
     s.kind = %(kind)s AND s.model_id = {model_id} AND s.source_id = c.source_id
     AND s.chunk_count = c.chunk_count AND c.present <> c.chunk_count;
 
+-- name: dead_bound
+-- The dead entry that ends the first %(size)s ones of a page of them.
+SELECT e.source_id AS bound FROM embed_assets.semantic_outbox AS e
+WHERE
+    e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead'
+    AND e.source_id > %(after)s AND (e.source_id <= %(upto)s OR %(upto)s IS NULL)
+ORDER BY e.source_id
+OFFSET %(size)s - 1
+LIMIT 1;
+
 -- name: revive_changed
 -- Dead entries whose source changed come back; those whose source is gone come back to be cleared and settled.
 WITH changed AS MATERIALIZED (
@@ -208,12 +230,12 @@ WITH changed AS MATERIALIZED (
     LEFT JOIN {source} AS source ON source.key = {e_key}
     WHERE
         e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead'
+        AND e.source_id > %(after)s AND (e.source_id <= %(upto)s OR %(upto)s IS NULL)
         AND (
             source.indexable IS NOT TRUE
             OR (e.revision_known AND e.revision IS DISTINCT FROM source.revision)
         )
     ORDER BY e.source_id, e.model_id
-    LIMIT %(limit)s
     FOR UPDATE OF e SKIP LOCKED
 )
 UPDATE embed_assets.semantic_outbox AS o
@@ -236,9 +258,9 @@ WITH chosen AS MATERIALIZED (
     FROM embed_assets.semantic_outbox AS e
     WHERE
         e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead' AND e.dismissed_at IS NULL
+        AND e.source_id > %(after)s AND (e.source_id <= %(upto)s OR %(upto)s IS NULL)
         AND embed_assets.parked_until(e.error_class, e.deaths, e.last_failed_at) <= (SELECT clock_timestamp())
     ORDER BY e.source_id, e.model_id
-    LIMIT %(limit)s
     FOR UPDATE OF e SKIP LOCKED
 )
 UPDATE embed_assets.semantic_outbox AS o

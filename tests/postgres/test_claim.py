@@ -18,6 +18,7 @@ from postgres.support import (
     entries,
     entry,
     expire,
+    fold,
     gate,
     rows,
     say,
@@ -33,7 +34,7 @@ from embed_assets.errors import AnswerContract, InputRejected
 from embed_assets.models import Failure, Wave
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
-from embed_assets.resources.outbox import EVER, OLDEST, RANKED
+from embed_assets.resources.outbox import EVER, RANKED, REVERSED
 
 
 def ids(wave: Wave | None) -> list[int]:
@@ -137,7 +138,7 @@ def test_what_failed_since_a_drain_began_is_not_claimed_by_it_again(kind: Kind, 
     assert ids(claim(kind)) == [failed]
 
 
-def test_tenth_wave_serves_the_oldest_entry_first(kind: Kind, db: Db) -> None:
+def test_tenth_wave_goes_the_other_way_round(kind: Kind, db: Db) -> None:
     oldest = add_job(db, posted_at="2020-01-01Z")
     enqueue(kind)
     fresh = add_jobs(db, 12, posted_at="2026-01-01Z")
@@ -153,6 +154,17 @@ def test_tenth_wave_serves_a_backfill_that_changes_overtake(kind: Kind, db: Db) 
     enqueue(kind)
     changed = add_jobs(db, 12)
     enqueue(kind)
+    claimed = [ids(wave_of(kind, 1)) for _ in range(10)]
+    assert claimed[9] == [backfill]
+    assert {job for wave in claimed[:9] for job in wave} < set(changed)
+
+
+def test_tenth_wave_serves_a_backfill_although_older_changes_wait(kind: Kind, db: Db) -> None:
+    changed = add_jobs(db, 12)
+    enqueue(kind)
+    backfill = add_job(db)
+    say(db, backfill, lane=1)
+    fold(kind)
     claimed = [ids(wave_of(kind, 1)) for _ in range(10)]
     assert claimed[9] == [backfill]
     assert {job for wave in claimed[:9] for job in wave} < set(changed)
@@ -257,10 +269,10 @@ def test_claim_walks_the_partial_index_without_sort_or_join(kind: Kind, db: Db, 
     )
     if analysed:
         db.execute("ANALYZE embed_assets.semantic_outbox")
-    ranked, oldest = (_nodes(plan_of_claim(kind, db, order)) for order in (RANKED, OLDEST))
-    assert [node["Node Type"] for node in ranked] == ["Limit", "LockRows", "Index Scan"]
-    assert [node["Node Type"] for node in oldest] == ["Limit", "LockRows", "Incremental Sort", "Index Scan"]
-    assert (ranked[-1]["Index Name"], oldest[-1]["Index Name"]) == ("semantic_outbox_claim", "semantic_outbox_oldest")
+    for order, direction in ((RANKED, "Forward"), (REVERSED, "Backward")):
+        nodes = _nodes(plan_of_claim(kind, db, order))
+        assert [node["Node Type"] for node in nodes] == ["Limit", "LockRows", "Index Scan"]
+        assert (nodes[-1]["Index Name"], nodes[-1]["Scan Direction"]) == ("semantic_outbox_claim", direction)
 
 
 # Those who do not come back

@@ -564,3 +564,66 @@ def test_row_that_became_unindexable_before_it_was_embedded_settles(kind: Kind, 
     assert drain(kind).removed == 1
     assert entries(db) == stamps(db) == []
     assert status(kind) == {"excluded": 1}
+
+
+# Rows that the database cannot read
+
+
+@pytest.fixture
+def fragile(jobs_table: None, make_kind: KindMaker, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    """A declaration whose revision, order and condition divide by what the row's company_slug says."""
+    monkeypatch.setattr("embed_assets.resources.enqueuer.RANGE_KEYS", 16)
+    per_row = "100 / coalesce(company_slug, '1')::integer"
+    return make_kind(
+        TableCorpus(
+            kind="jobs",
+            table="jobs",
+            key="id",
+            chunks="job_semantic_chunks",
+            text=Plain("description"),
+            revision=f"md5(description) || ({per_row})",
+            fresh_at=f"posted_at + ({per_row}) * interval '1 s'",
+            indexable=f"closed_at IS NULL AND ({per_row}) > 0",
+        )
+    )
+
+
+def test_row_that_cannot_be_read_is_entered_and_the_scan_goes_on(fragile: Kind, db: Db) -> None:
+    before, guilty, after = add_jobs(db, 20), add_job(db, company_slug="0"), add_jobs(db, 20)
+    counts = drain(fragile)
+    assert (counts.indexed, counts.failed) == (40, 1)
+    assert sorted(map(int, stamps(db))) == sorted(before + after)
+    assert entry(db, guilty, "status, attempts, error_class") == ("retry_wait", 1, "row_rejected")
+    assert enqueue(fragile).created == 0
+    db.execute("UPDATE jobs SET company_slug = '2' WHERE id = %s", (guilty,))
+    say(db, guilty)
+    assert drain(fragile).indexed == 1
+    assert status(fragile) == {"fresh": 41}
+
+
+def test_indexed_row_that_cannot_be_read_any_more_hinders_no_clearing(fragile: Kind, db: Db) -> None:
+    gone, guilty, kept = add_jobs(db, 3)
+    drain(fragile)
+    db.execute("UPDATE jobs SET company_slug = '0' WHERE id = %s", (guilty,))
+    db.execute("DELETE FROM jobs WHERE id = %s", (gone,))
+    counts = drain(fragile)
+    assert (counts.gone, counts.failed) == (1, 1)
+    assert stamps(db) == [str(guilty), str(kept)]
+
+
+def test_dead_row_that_cannot_be_read_hinders_no_other_s_revival(fragile: Kind, db: Db, embedder: HashEmbedder) -> None:
+    guilty, changed = add_jobs(db, 2)
+    embedder.reject = lambda text: InputRejected("never")
+    drain(fragile)
+    embedder.reject = lambda text: None
+    db.execute("UPDATE jobs SET company_slug = '0' WHERE id = %s", (guilty,))
+    edit(db, changed)
+    assert drain(fragile).indexed == 1
+    assert (entry(db, guilty), entry(db, changed)) == ("dead", None)
+
+
+def test_requests_are_folded_although_the_rank_of_one_cannot_be_computed(fragile: Kind, db: Db) -> None:
+    jobs = [*add_jobs(db, 2), add_job(db, company_slug="0")]
+    say(db, *jobs)
+    assert fold(fragile).created == 3
+    assert drain(fragile).indexed == 2

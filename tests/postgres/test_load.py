@@ -51,13 +51,13 @@ def job(external_id: str, **fields: object) -> dict[str, object]:
 
 
 def value(db: Db, expression: str, external_id: str) -> Any:
-    statement = f"SELECT {expression} FROM jobs WHERE external_id = %s"  # noqa: S608  # the tests' own
+    statement = f"SELECT {expression} FROM jobs WHERE external_id = %s"  # the tests' own
     row = db.execute(statement.encode(), (external_id,)).fetchone()
     return None if row is None else row[0]
 
 
 def total(db: Db, condition: str = "TRUE") -> int:
-    row = db.execute(f"SELECT count(*) FROM jobs WHERE {condition}".encode()).fetchone()  # noqa: S608
+    row = db.execute(f"SELECT count(*) FROM jobs WHERE {condition}".encode()).fetchone()
     assert row is not None
     return int(row[0])
 
@@ -88,7 +88,7 @@ def test_demo_searches_expect_postings_that_are_in_search(jobs: Db) -> None:
     searches = json.loads(DEMO.with_name("searches.json").read_text(encoding="utf-8"))
     expected = {external_id for search in searches for external_id in search["expect"]}
     found = jobs.execute(
-        f"SELECT external_id FROM jobs WHERE {INDEXABLE} AND external_id = ANY(%s)".encode(),  # noqa: S608
+        f"SELECT external_id FROM jobs WHERE {INDEXABLE} AND external_id = ANY(%s)".encode(),
         (list(expected),),
     )
     assert {row[0] for row in found} == expected
@@ -147,17 +147,13 @@ def test_rows_beyond_one_batch_are_all_loaded(jobs: Db, write: Write) -> None:
 def test_batches_are_bounded_by_bytes_too(jobs: Db, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_lines, "BATCH_BYTES", 1000)
     seen: list[int] = []
-    load_file(
-        jobs, "jobs", write(*(job(str(n), description="x" * 600) for n in range(6))), progress=seen.append
-    )
+    load_file(jobs, "jobs", write(*(job(str(n), description="x" * 600) for n in range(6))), progress=seen.append)
     assert seen == [2, 2, 2]
 
 
 def test_timestamp_without_zone_is_utc_whatever_the_session_says(jobs: Db, write: Write) -> None:
     jobs.execute("SET TimeZone = 'Asia/Tokyo'")
-    load_file(
-        jobs, "jobs", write(job("a", posted_at="2026-03-01 12:00:00"), job("b", posted_at="2026-03-01"))
-    )
+    load_file(jobs, "jobs", write(job("a", posted_at="2026-03-01 12:00:00"), job("b", posted_at="2026-03-01")))
     assert value(jobs, "posted_at = '2026-03-01 12:00:00+00'", "a")
     assert value(jobs, "posted_at = '2026-03-01 00:00:00Z'", "b")
     assert jobs.execute("SHOW TimeZone").fetchone() == ("Asia/Tokyo",)
@@ -206,16 +202,12 @@ def test_map_renames_and_descends(jobs: Db, write: Write) -> None:
 
 
 def test_set_gives_every_row_the_value(jobs: Db, write: Write) -> None:
-    load_file(
-        jobs, "jobs", write(job("a", company="x"), job("b")), constants={"company": "Ash", "is_tech": "no"}
-    )
+    load_file(jobs, "jobs", write(job("a", company="x"), job("b")), constants={"company": "Ash", "is_tech": "no"})
     assert total(jobs, "company = 'Ash' AND is_tech IS FALSE") == 2
 
 
 @pytest.mark.parametrize("column", ["nonsense", "content_hash", "id"])
-def test_column_that_cannot_be_written_is_refused_naming_those_that_can(
-    jobs: Db, write: Write, column: str
-) -> None:
+def test_column_that_cannot_be_written_is_refused_naming_those_that_can(jobs: Db, write: Write, column: str) -> None:
     for options in ({"mapping": {column: "x"}}, {"constants": {column: "1"}}):
         with pytest.raises(ConfigurationError, match=rf"{column}.*external_id, title, company, .*is_private"):
             load_file(jobs, "jobs", write(job("a")), **options)  # type: ignore[arg-type]
@@ -257,9 +249,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD, ids=[reason for _, reason in BAD])
-def test_bad_line_is_skipped_and_reported_with_its_number(
-    jobs: Db, write: Write, line: object, reason: str
-) -> None:
+def test_bad_line_is_skipped_and_reported_with_its_number(jobs: Db, write: Write, line: object, reason: str) -> None:
     report = load_file(jobs, "jobs", write(job("1"), "", line, job("2")))
     assert (report.inserted, report.bad_count) == (2, 1)
     assert report.bad_lines[0].number == 3
@@ -273,9 +263,7 @@ def test_all_bad_lines_are_counted_and_the_first_twenty_listed_in_order(jobs: Db
     assert [line.number for line in report.bad_lines] == list(range(1, 21))
 
 
-def test_line_longer_than_memory_should_hold_is_bad(
-    jobs: Db, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_longer_than_memory_should_hold_is_bad(jobs: Db, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_lines, "MAX_LINE_BYTES", 100)
     report = load_file(jobs, "jobs", write(job("a"), job("b", description="x" * 350), job("c")))
     assert (report.inserted, report.bad_lines[0].number) == (2, 2)
@@ -302,9 +290,7 @@ def test_progress_that_raises_leaves_nothing_behind(jobs: Db, write: Write) -> N
 # Closing what is missing
 
 
-def test_close_missing_closes_what_the_file_does_not_hold_and_reopens_what_it_does(
-    jobs: Db, write: Write
-) -> None:
+def test_close_missing_closes_what_the_file_does_not_hold_and_reopens_what_it_does(jobs: Db, write: Write) -> None:
     jobs.execute("INSERT INTO jobs (title) VALUES ('not from a file')")
     load_file(jobs, "jobs", write(job("a"), job("b"), job("c", closed_at="2026-01-01T00:00:00Z")))
     assert counts(load_file(jobs, "jobs", write(job("a")), close_missing=True)) == (0, 0, 1, 1)
@@ -315,9 +301,7 @@ def test_close_missing_closes_what_the_file_does_not_hold_and_reopens_what_it_do
     assert value(jobs, "closed_at", "b") is None
 
 
-@pytest.mark.parametrize(
-    ("lines", "reason"), [([], "holds no row"), ([job("b"), "{"], "1 lines of the file")]
-)
+@pytest.mark.parametrize(("lines", "reason"), [([], "holds no row"), ([job("b"), "{"], "1 lines of the file")])
 def test_close_missing_closes_nothing_when_the_file_cannot_be_trusted(
     jobs: Db, write: Write, lines: list[object], reason: str
 ) -> None:
@@ -375,9 +359,7 @@ def test_table_without_the_optional_columns_takes_what_it_has(db: Db, write: Wri
         'CREATE TABLE "Mine".jobs (id serial PRIMARY KEY, external_id varchar(20) UNIQUE, title varchar(12), '
         "tags text[], extra jsonb, raw json, salary numeric(8, 2))"
     )
-    good = job(
-        "a", title="x", id="not mine", tags=["p", "q\0"], extra={"k": ["\0"]}, raw={"n": 1}, salary=10.5
-    )
+    good = job("a", title="x", id="not mine", tags=["p", "q\0"], extra={"k": ["\0"]}, raw={"n": 1}, salary=10.5)
     assert load_file(db, "Mine.jobs", write(good)).bad_count == 0
     row = db.execute('SELECT title, tags, extra, raw, salary::text FROM "Mine".jobs').fetchone()
     assert row == ("x", ["p", "q\ufffd"], {"k": ["\ufffd"]}, {"n": 1}, "10.50")
@@ -394,9 +376,7 @@ def test_required_column_that_a_line_lacks_makes_it_bad(db: Db, write: Write) ->
 
 
 def test_constraint_that_a_row_breaks_refuses_the_load_by_name(db: Db, write: Write) -> None:
-    db.execute(
-        "CREATE TABLE jobs (external_id text PRIMARY KEY, title text CONSTRAINT short CHECK (title < 'm'))"
-    )
+    db.execute("CREATE TABLE jobs (external_id text PRIMARY KEY, title text CONSTRAINT short CHECK (title < 'm'))")
     with pytest.raises(ConfigurationError, match=r'"short".*Nothing was written'):
         load_file(db, "jobs", write(job("a", title="a"), job("b", title="z")))
     assert total(db) == 0
