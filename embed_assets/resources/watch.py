@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psycopg
 
-from embed_assets.errors import DatabaseTrouble
+from embed_assets.errors import CorruptRow, DatabaseTrouble, RowRejected
 from embed_assets.models import Backlog
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
@@ -24,6 +24,7 @@ from embed_assets.resources.run import run_limits
 
 SENSOR_STATEMENT = "1500ms"
 SCHEDULE_STATEMENT = "15s"
+SCAN_BLINDLY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class Watch:
             stale = self._patiently() if patient else self._outbox.stale()
         except psycopg.errors.QueryCanceled:
             stale = None
+        except (RowRejected, CorruptRow):
+            # Past a row that cannot be read nothing is known; a scan, which goes in ranges, finds it and the others.
+            stale = (self.scanned_seconds_ago() or SCAN_BLINDLY_SECONDS) >= SCAN_BLINDLY_SECONDS
         except DatabaseTrouble as trouble:
             if trouble.code != psycopg.errors.QueryCanceled.sqlstate:
                 raise

@@ -56,7 +56,8 @@ SELECT
     (SELECT paused_at IS NOT NULL FROM embed_assets.corpora WHERE kind = %(kind)s) AS paused;
 
 -- name: status
--- Every source row and every leftover stamp once; the first that applies.
+-- Every source row and every leftover stamp once; the first that applies. The row's own expressions come last, so
+-- that a row which cannot be read is counted by what its entry says.
 SELECT counted.state, count(*) AS rows
 FROM (
     SELECT
@@ -67,46 +68,65 @@ FROM (
             WHEN o.status = 'pending' OR feed.source_id IS NOT NULL THEN 'due'
             WHEN o.status IS NULL AND source.indexable
                 AND (s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision) THEN 'due'
-            WHEN o.status IS NULL AND source.indexable IS NOT TRUE AND s.source_id IS NOT NULL THEN 'due'
+            WHEN o.status IS NULL AND NOT source.indexable AND s.source_id IS NOT NULL THEN 'due'
             WHEN source.indexable AND s.source_id IS NOT NULL
                 AND s.revision IS NOT DISTINCT FROM source.revision THEN 'fresh'
             WHEN o.dismissed_at IS NOT NULL THEN 'dismissed'
             ELSE 'excluded'
         END AS state
     FROM {source} AS source
-    FULL JOIN (
-        SELECT stamped.source_id, stamped.revision FROM embed_assets.semantic_stamps AS stamped
-        WHERE stamped.kind = %(kind)s AND stamped.model_id = %(model_id)s
-    ) AS s ON s.source_id = source.source_id
+    LEFT JOIN embed_assets.semantic_stamps AS s
+        ON s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id = source.source_id
     LEFT JOIN embed_assets.semantic_outbox AS o
-        ON o.kind = %(kind)s AND o.model_id = %(model_id)s
-        AND o.source_id = coalesce(source.source_id, s.source_id)
+        ON o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.source_id = source.source_id
     LEFT JOIN (
         SELECT DISTINCT changed.source_id FROM embed_assets.source_changes AS changed WHERE changed.kind = %(kind)s
-    ) AS feed ON feed.source_id = coalesce(source.source_id, s.source_id)
+    ) AS feed ON feed.source_id = source.source_id
+    UNION ALL
+    SELECT
+        CASE
+            WHEN o.status = 'dead' AND o.dismissed_at IS NULL THEN 'dead'
+            WHEN o.status = 'leased' THEN 'leased'
+            WHEN o.status = 'retry_wait' THEN 'waiting'
+            WHEN o.status = 'pending' OR o.status IS NULL THEN 'due'
+            ELSE 'dismissed'
+        END AS state
+    FROM embed_assets.semantic_stamps AS s
+    LEFT JOIN embed_assets.semantic_outbox AS o
+        ON o.kind = s.kind AND o.model_id = s.model_id AND o.source_id = s.source_id
+    WHERE
+        s.kind = %(kind)s AND s.model_id = %(model_id)s
+        AND NOT EXISTS (SELECT FROM {source} AS source WHERE source.key = {s_key})
 ) AS counted
 GROUP BY counted.state;
 
 -- name: stale_exists
--- The scan's own predicate, first hit only: what the sensor asks when nobody says what changed. One hash join of
--- both tables; without the anti-join on entries, one dead letter would ask for runs for ever.
+-- The scan's own predicate: what the sensor asks when nobody says what changed. Without the anti-join on entries,
+-- one dead letter would ask for runs for ever; it stands first, since a row that was entered may be one that cannot
+-- be read. Aggregates, not EXISTS: hoping for an early hit the planner would probe row by row.
 SELECT
-    EXISTS (
-        SELECT FROM {source} AS source
-        FULL JOIN (
-            SELECT stamped.source_id, stamped.revision FROM embed_assets.semantic_stamps AS stamped
-            WHERE stamped.kind = %(kind)s AND stamped.model_id = %(model_id)s
-        ) AS s ON s.source_id = source.source_id
-        LEFT JOIN embed_assets.semantic_outbox AS o
-            ON o.kind = %(kind)s AND o.model_id = %(model_id)s
-            AND o.source_id = coalesce(source.source_id, s.source_id)
-        WHERE
-            o.source_id IS NULL
-            AND CASE
+    coalesce((
+        SELECT bool_or(
+            CASE
+                WHEN o.source_id IS NOT NULL THEN FALSE
                 WHEN source.indexable THEN s.source_id IS NULL OR s.revision IS DISTINCT FROM source.revision
                 ELSE s.source_id IS NOT NULL
             END
-    )
+        )
+        FROM {source} AS source
+        LEFT JOIN embed_assets.semantic_stamps AS s
+            ON s.kind = %(kind)s AND s.model_id = %(model_id)s AND s.source_id = source.source_id
+        LEFT JOIN embed_assets.semantic_outbox AS o
+            ON o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.source_id = source.source_id
+    ), FALSE)
+    OR (
+        SELECT count(*) FROM embed_assets.semantic_stamps AS s
+        LEFT JOIN embed_assets.semantic_outbox AS o
+            ON o.kind = s.kind AND o.model_id = s.model_id AND o.source_id = s.source_id
+        WHERE
+            s.kind = %(kind)s AND s.model_id = %(model_id)s AND o.source_id IS NULL
+            AND NOT EXISTS (SELECT FROM {source} AS source WHERE source.key = {s_key})
+    ) > 0
     OR EXISTS (
         SELECT FROM embed_assets.semantic_outbox AS e
         LEFT JOIN LATERAL (
@@ -115,6 +135,7 @@ SELECT
         ) AS found ON TRUE
         WHERE
             e.kind = %(kind)s AND e.model_id = %(model_id)s AND e.status = 'dead'
+            AND e.error_class NOT IN ('row_rejected', 'corrupt_row')
             AND (
                 found.indexable IS NOT TRUE
                 OR (e.revision_known AND e.revision IS DISTINCT FROM found.revision)

@@ -595,6 +595,8 @@ def test_row_that_cannot_be_read_is_entered_and_the_scan_goes_on(fragile: Kind, 
     assert sorted(map(int, stamps(db))) == sorted(before + after)
     assert entry(db, guilty, "status, attempts, error_class") == ("retry_wait", 1, "row_rejected")
     assert enqueue(fragile).created == 0
+    assert not fragile.outbox.stale()
+    assert status(fragile) == {"fresh": 40, "waiting": 1}
     db.execute("UPDATE jobs SET company_slug = '2' WHERE id = %s", (guilty,))
     say(db, guilty)
     assert drain(fragile).indexed == 1
