@@ -54,11 +54,14 @@ class Similar:
 class TableCorpus:
     """One table of yours and its rules. Nothing in it is ever altered.
 
-    `text`: a column or several (`Html`, `Plain`); a view serves for joins. `prefix`: put before each
-    chunk that is sent, with `{column}` fields. `revision`: an SQL expression that changes when the content
-    does; without it, the md5 of the columns read here. `indexable`: an SQL condition, whether the row
+        `text`: a column or several (`Html`, `Plain`); a view serves for joins. `prefix`: put before each
+        chunk that is sent, with `{column}` fields. `revision`: an SQL expression that changes when the content
+        does; without it, the md5 of the columns read here. `indexable`: an SQL condition, whether the row
     belongs in search now. `order`: `freshest` first by `fresh_at`, or `oldest` request first.
-    Raises DeclarationError, naming the field at fault.
+        `legacy_embedding`: a column of the table, where it has one, in which a vector was kept before; it is set to NULL
+        when a row is cleared and never written otherwise. It is the only thing of yours that is ever touched.
+    : `freshest` first by `fresh_at`, or `oldest` request first.
+        Raises DeclarationError, naming the field at fault.
     """
 
     kind: str
@@ -74,6 +77,7 @@ class TableCorpus:
     similar: Similar | None = None
     max_chars: int = 2000
     overlap: int = 0
+    legacy_embedding: str | None = None
 
     def __post_init__(self) -> None:
         self._check_names()

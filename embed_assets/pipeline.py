@@ -140,7 +140,7 @@ def work(ports: Ports, wave: Wave, limits: Limits, stop: Stop) -> Counts:
 def guarded(ports: Ports, wave: Wave, scope: Stop, steps: Callable[[], Counts], *, last: bool = True) -> Counts:
     """Run steps of a wave, and settle the wave by what became of them.
 
-    Raises Cancelled and EndpointTrouble after the wave was released, whatever is unexpected without releasing it
+    Raises Cancelled, EndpointTrouble and DatabaseTrouble after the wave was released, whatever is unexpected without releasing it
     (the lease lapses and the crash is counted). `last`: the wave is closed after these steps, so its heartbeat ends.
     """
     try:
@@ -164,15 +164,12 @@ def _settle(ports: Ports, wave: Wave, error: Exception) -> Counts:
     if isinstance(error, LeaseLost):
         logger.warning("wave %s: the lease was lost, nothing is written", wave.wave_id)
         return Counts(lost=len(wave.entries))
-    if isinstance(error, (Cancelled, EndpointTrouble)):
+    if isinstance(error, (Cancelled, EndpointTrouble, DatabaseTrouble)):
         ports.outbox.release(wave)
         raise error
     if isinstance(error, WaveTimeout):
         logger.warning("wave %s: its time is used up, released", wave.wave_id)
         return ports.outbox.release(wave, timed_out=True)
-    if isinstance(error, DatabaseTrouble):
-        logger.warning("wave %s: %s, released", wave.wave_id, error)
-        return ports.outbox.release(wave)
     raise error
 
 

@@ -13,6 +13,7 @@ jobs = TableCorpus(
     fresh_at="coalesce(posted_at, created_at)",
     order="freshest",
     indexable="closed_at IS NULL AND duplicate_of IS NULL AND is_tech IS TRUE",
+    legacy_embedding="semantic_embedding",
     similar=Similar(
         k=20,
         where="other.closed_at IS NULL AND NOT other.is_private "

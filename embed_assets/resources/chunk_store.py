@@ -132,6 +132,8 @@ class ChunkStore:
             raise ShortRow(f"{short['planned']} chunks were planned and {short['present']} are present")
         for name in AFTER_CHECK:
             cursor.execute(self._sql(name, wave), values)
+        if self._bound.legacy_embedding:
+            cursor.execute(self._sql("forget_legacy", wave, legacy=self._bound.legacy_embedding), values)
         row = cursor.execute(self._sql("settle", wave), values).fetchone()
         counts = Counts(**row) if row else Counts()
         seconds = {"seconds": time.monotonic() - started}
@@ -148,8 +150,8 @@ class ChunkStore:
             return None
         return Counts(**{name: row[name] for name in ("indexed", "removed", "gone", "superseded")})
 
-    def _sql(self, name: str, wave: Wave) -> sql.Composed:
-        fragments = self._bound.fragments(wave.model_id)
+    def _sql(self, name: str, wave: Wave, **more: sql.Composable) -> sql.Composed:
+        fragments = self._bound.fragments(wave.model_id, **more)
         planned = sql.SQL("({})").format(query("chunks.planned", **fragments))
         return query(f"chunks.{name}", **fragments, planned=planned)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from embed_assets import pipeline
-from embed_assets.errors import Cancelled, ConfigurationError, EndpointTrouble, ErrorClass
+from embed_assets.errors import Cancelled, ConfigurationError, DatabaseTrouble, EndpointTrouble, ErrorClass
 from embed_assets.models import Counts, Enqueued, Wave
 from embed_assets.pipeline import Limits
 from embed_assets.resources.assembly import Kind
@@ -185,7 +185,7 @@ class DrainRun:
         """What is unexpected leaves the wave to lapse, so that the crash is counted; nobody may release it."""
         try:
             yield
-        except (Cancelled, EndpointTrouble):
+        except (Cancelled, EndpointTrouble, DatabaseTrouble):
             raise
         except Exception:
             self._lapsing.add(wave.wave_id)

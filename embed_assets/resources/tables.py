@@ -51,6 +51,8 @@ class BoundCorpus:
     source: sql.Composable
     canonical: sql.Composable
     collation: sql.Composable
+    table: sql.Composable
+    legacy_embedding: sql.Identifier | None = None
 
     @property
     def kind(self) -> str:
@@ -80,6 +82,7 @@ class BoundCorpus:
         return {
             "source": self.source,
             "canonical": self.canonical,
+            "table": self.table,
             "chunks": self.chunks,
             "key": self.key,
             "e_key": self.key_of("e"),
@@ -186,6 +189,8 @@ def _compose(corpus: TableCorpus, table: Row, columns: dict[str, Row]) -> BoundC
         source=_source(corpus, name, key["type"]),
         canonical=_canonical(key["type"]),
         collation=collation,
+        table=name,
+        legacy_embedding=_identifier(corpus.legacy_embedding) if corpus.legacy_embedding in columns else None,
     )
 
 

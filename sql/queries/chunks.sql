@@ -322,6 +322,21 @@ FROM unstamped AS u
 INNER JOIN embed_assets.corpora AS k ON k.kind = u.kind AND k.active_model_id = u.model_id
 ORDER BY u.source_id;
 
+-- name: forget_legacy
+-- Where the user's table still has a vector column of old, a cleared row's is nulled. A row that somebody holds is
+-- left as it is: this statement alone touches the user's table, and it waits for nobody.
+WITH held AS MATERIALIZED (
+    SELECT t.{key} AS key
+    FROM {table} AS t
+    WHERE
+        t.{key} = ANY(ARRAY(SELECT {p_key} FROM {planned} AS p WHERE p.action = 'clear'))
+        AND t.{legacy} IS NOT NULL
+    ORDER BY t.{key}
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE {table} AS t SET {legacy} = NULL
+FROM held WHERE t.{key} = held.key;
+
 -- name: invalidate_similar
 -- Appended for every row of the wave, whatever became of it.
 INSERT INTO embed_assets.similar_invalidations (kind, source_id, model_id)

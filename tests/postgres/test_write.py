@@ -17,6 +17,7 @@ from postgres.support import (
     add_jobs,
     chunks,
     claim,
+    connect,
     drain,
     due_now,
     enqueue,
@@ -1118,8 +1119,8 @@ def test_a_database_that_refuses_again_and_again_charges_nobody_and_the_wave_is_
 
     monkeypatch.setattr(kind.chunks, "write", troubled)
     wave = wave_of(kind)
-    counts = pipeline.work(kind.ports, wave, Limits(), Stop())
-    assert (counts.indexed, counts.failed, counts.dead, counts.lost) == (0, 0, 0, 2)
+    with pytest.raises(DatabaseTrouble):
+        pipeline.work(kind.ports, wave, Limits(), Stop())
     assert entries(db, "status, attempts, crashes") == [("pending", 0, 0)] * 2
     assert wave_row(db, wave, "outcome") == "released"
 
@@ -1153,3 +1154,19 @@ def test_a_wave_that_is_no_longer_mine_writes_nothing(db: Db, kind: Kind):
     with pytest.raises(LeaseLost):
         write(kind, wave)
     assert everything(db) == before
+
+
+@pytest.mark.ids("A-44")
+def test_a_legacy_vector_column_is_nulled_on_clearing_and_else_left_alone(
+    db: Db, jobs_table: None, make_kind: KindMaker
+) -> None:
+    db.execute("ALTER TABLE jobs ADD COLUMN semantic_embedding text")
+    kind = make_kind()
+    open_row, closed, held = add_jobs(db, 3, semantic_embedding="[1,2]")
+    drain(kind)
+    db.execute("UPDATE jobs SET closed_at = now() WHERE id = ANY(%s)", ([closed, held],))
+    with connect(kind.postgres.url) as holder:
+        holder.execute("SELECT FROM jobs WHERE id = %s FOR UPDATE", (held,))
+        assert drain(kind).removed == 2
+    kept = rows(db, "SELECT id FROM jobs WHERE semantic_embedding IS NOT NULL ORDER BY id")
+    assert kept == [open_row, held]

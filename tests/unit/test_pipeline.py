@@ -217,7 +217,7 @@ def test_a_lease_that_is_lost_during_embedding_ends_the_work_and_writes_nothing(
         (None, None, "written"),
         (Cancelled("now"), Cancelled, "released"),
         (LeaseLost("gone"), None, None),
-        (DatabaseTrouble("again and again"), None, "released"),
+        (DatabaseTrouble("again and again"), DatabaseTrouble, "released"),
         (EndpointTrouble("429", error_class=ErrorClass.RATE_LIMITED), EndpointTrouble, "released"),
         (KeyError("a bug"), KeyError, None),
         (KeyboardInterrupt(), KeyboardInterrupt, "released"),
@@ -342,7 +342,18 @@ def test_a_row_that_cannot_be_read_is_found_by_halves_and_the_others_are_written
 def test_an_error_of_loading_that_is_no_rows_fault_ends_the_wave(system: MemorySystem, monkeypatch: pytest.MonkeyPatch):
     fill(system)
     monkeypatch.setattr(system.ports.chunks, "load", raising(DatabaseTrouble("no connection")))
-    assert pipeline.work(system.ports, claimed(system), Limits(), Stop()).lost == 5
+    with pytest.raises(DatabaseTrouble):
+        pipeline.work(system.ports, claimed(system), Limits(), Stop())
+    assert set(states(system).values()) == {("pending", 0)}
+
+
+def test_a_database_in_trouble_ends_the_drain_instead_of_being_asked_for_ever(
+    system: MemorySystem, monkeypatch: pytest.MonkeyPatch
+):
+    fill(system)
+    monkeypatch.setattr(system.ports.chunks, "write", raising(DatabaseTrouble("no connection")))
+    with pytest.raises(DatabaseTrouble):
+        pipeline.drain(system.ports, "run", limits=Limits(), stop=Stop())
     assert set(states(system).values()) == {("pending", 0)}
 
 
