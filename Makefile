@@ -38,6 +38,11 @@ lock:
 clean:
 	rm -rf .venv .embed_assets .pytest_cache .mypy_cache .ruff_cache
 
+# The protocol's state machine for long, and every guard removed once; MODEL_SEED for other sequences.
+.PHONY: model
+model: .venv/ready
+	MODEL_STEPS=$(or $(MODEL_STEPS),100000) MODEL_MUTANTS=all $(BIN)/pytest tests/model -n 2 --dist load -q
+
 .PHONY: bench
 bench: .venv/ready
 	$(BIN)/python bench/bench.py
