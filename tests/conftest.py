@@ -63,9 +63,7 @@ def database_url(server_url: str) -> Iterator[str]:
     identifier = sql.Identifier(name)
     with psycopg.connect(server_url, autocommit=True) as connection:
         connection.execute("SELECT pg_advisory_lock(1)")
-        connection.execute(
-            sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(identifier, sql.Identifier(TEMPLATE))
-        )
+        connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(identifier, sql.Identifier(TEMPLATE)))
         connection.execute("SELECT pg_advisory_unlock(1)")
     yield make_conninfo(server_url, dbname=name)
     with psycopg.connect(server_url, autocommit=True) as connection:
