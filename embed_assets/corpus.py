@@ -54,13 +54,12 @@ class Similar:
 class TableCorpus:
     """One table of yours and its rules. Nothing in it is ever altered.
 
-        `text`: a column or several (`Html`, `Plain`); a view serves for joins. `prefix`: put before each
-        chunk that is sent, with `{column}` fields. `revision`: an SQL expression that changes when the content
-        does; without it, the md5 of the columns read here. `indexable`: an SQL condition, whether the row
-    belongs in search now. `order`: `freshest` first by `fresh_at`, or `oldest` request first.
-    `legacy_embedding`: a column, where the table has one, in which a vector was kept before: set to NULL when a row
-    is cleared, never written otherwise, and the only thing of yours that is ever touched.
-    Raises DeclarationError, naming the field at fault.
+    `text`: a column or several (`Html`, `Plain`); a view serves for joins. `prefix`: put before each chunk that is
+    sent, with `{column}` fields. `revision`: an SQL expression that changes when the content does; without it, the
+    md5 of the columns read here. `indexable`: an SQL condition, whether the row belongs in search now. `order`:
+    `freshest` first by `fresh_at`, or `oldest` request first. `legacy_embedding`: a column, where the table has one,
+    in which a vector was kept before: set to NULL when a row is cleared, never written otherwise, and the only thing
+    of yours that is ever touched. Raises DeclarationError, naming the field at fault.
     """
 
     kind: str

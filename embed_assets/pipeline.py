@@ -141,7 +141,8 @@ def guarded(ports: Ports, wave: Wave, scope: Stop, steps: Callable[[], Counts], 
     """Run steps of a wave, and settle the wave by what became of them.
 
     Raises Cancelled, EndpointTrouble and DatabaseTrouble after the wave was released, and whatever is unexpected
-    without releasing it (the lease lapses and the crash is counted). `last`: the wave is closed after these steps, so its heartbeat ends.
+    without releasing it (the lease lapses and the crash is counted). `last`: the wave is closed after these steps, so
+    its heartbeat ends.
     """
     try:
         counts = steps()
