@@ -124,6 +124,8 @@ class _Enqueue:
         reason = "reconcile" if self.report.unstamped else "scan"
         kept = self._scan_source(reason)
         self._clear(kept, allow_clear, reason)
+        if self.lease["reconcile_due"]:
+            self._enter_unstamped()
         self._revive("enqueue.revive_changed")
         self.report.scanned = True
         seconds = time.monotonic() - started
@@ -181,6 +183,15 @@ class _Enqueue:
                 self.report.unstamped += self._rows("enqueue.unstamp_short", part, model=model_id)
 
             self._in_ranges("enqueue.stamp_bound", "", unstamp, model_id=model_id)
+
+    def _enter_unstamped(self) -> None:
+        """Facts: chunks without a stamp. After the scan, which has entered those that belong in search, by rank."""
+        for model_id in self._models:
+
+            def enter(part: Range, model_id: int = model_id) -> None:
+                self.report.created += self._rows("enqueue.enter_unstamped", part, model=model_id, reason="reconcile")
+
+            self._in_ranges("enqueue.chunk_bound", None, enter, model_id=model_id)
 
     def _in_ranges(
         self,

@@ -212,6 +212,39 @@ WHERE
     s.kind = %(kind)s AND s.model_id = {model_id} AND s.source_id = c.source_id
     AND s.chunk_count = c.chunk_count AND c.present <> c.chunk_count;
 
+-- name: chunk_bound
+-- The key that ends the first %(size)s chunks of a range of keys.
+SELECT c.{key} AS bound FROM {chunks} AS c
+WHERE
+    c.model_id = %(model_id)s
+    AND (c.{key} > %(after)s OR %(after)s IS NULL) AND (c.{key} <= %(upto)s OR %(upto)s IS NULL)
+ORDER BY c.{key}
+OFFSET %(size)s - 1
+LIMIT 1;
+
+-- name: enter_unstamped
+-- Facts again: chunks that no stamp speaks of (what pruning left of a row that has left search since, or stamps that
+-- were not restored). No scan would find them, since it goes by the source and by the stamps.
+INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane)
+SELECT DISTINCT %(kind)s, found.source_id, {model_id}, %(reason)s, 0
+FROM (
+    SELECT c.{key}::text COLLATE "C" AS source_id FROM {chunks} AS c
+    WHERE
+        c.model_id = {model_id}
+        AND (c.{key} > %(after)s OR %(after)s IS NULL) AND (c.{key} <= %(upto)s OR %(upto)s IS NULL)
+) AS found
+WHERE
+    NOT EXISTS (
+        SELECT FROM embed_assets.semantic_stamps AS s
+        WHERE s.kind = %(kind)s AND s.model_id = {model_id} AND s.source_id = found.source_id
+    )
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS o
+        WHERE o.kind = %(kind)s AND o.model_id = {model_id} AND o.source_id = found.source_id
+    )
+ORDER BY found.source_id
+ON CONFLICT (kind, source_id, model_id) DO NOTHING;
+
 -- name: dead_bound
 -- The dead entry that ends the first %(size)s ones of a page of them.
 SELECT e.source_id AS bound FROM embed_assets.semantic_outbox AS e
