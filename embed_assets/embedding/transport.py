@@ -114,9 +114,11 @@ class Transport:
                 raise timed_out()
             return task.result()
         finally:
-            if not task.done():
+            while not task.done():  # until it is: on Python 3.10 a connection being made can swallow the first
                 task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await asyncio.wait({task}, timeout=0.05)
+            if not task.cancelled():
+                task.exception()  # seen, or asyncio logs that nobody looked
 
     async def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[bytes, Mapping[str, str]]:
         try:
