@@ -20,6 +20,7 @@ from embed_assets.text.html import html_to_text, normalise
 TEXT_VERSION = "chunked-v1"
 MAX_ROW_BYTES = 8_000_000
 FIELD_CHARACTERS = 200
+SMALLEST_CHUNK = 100
 RESERVED = {"chunk_index", "model_id", "text_hash", "body", "heading_path", "embedding"}
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,39}\Z")
 
@@ -154,10 +155,11 @@ class TableCorpus:
         prefix = self.prefix.format_map(_Fields(row.fields or {}))
         texts = (c.to_text(v) for c, v in zip(self.columns, row.texts or (), strict=True) if v)
         body = "\n\n".join(text for text in texts if text)
-        overlap = min(self.overlap, max_chars // 2)
+        room = max(SMALLEST_CHUNK, max_chars - len(prefix))  # the prefix is part of what is sent
+        overlap = min(self.overlap, room // 2)
         return tuple(
             Chunk(part, prefix + part, text_hash(prefix + part))
-            for part in chunk(body, max_chars=max_chars, overlap=overlap)
+            for part in chunk(body, max_chars=room, overlap=overlap)
         )
 
 

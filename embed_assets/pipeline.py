@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embed_assets.corpus import SMALLEST_CHUNK
 from embed_assets.embedding import Embedded, Embedder
 from embed_assets.errors import (
     Cancelled,
@@ -34,7 +35,7 @@ from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_CHUNK = 100
+
 UNMEASURED_ROWS = 8
 Vectors = np.ndarray[Any, Any]
 GuiltyRow = (RowRejected, CorruptRow)

@@ -52,6 +52,13 @@ def test_a_prefix_stays_on_one_line_and_leaves_room_for_its_chunk():
     assert len(text) < 300
 
 
+def test_what_is_sent_is_within_the_limit_together_with_its_prefix():
+    declared = corpus(prefix="{title}. ", text=Plain("body"), max_chars=300)
+    texts = sent(declared, row("word " * 500, title="t" * 150))
+    assert len(texts) > 10
+    assert max(map(len, texts)) <= 300
+
+
 def test_braces_in_the_values_of_a_prefix_are_no_fields():
     assert sent(jobs, row("text", fields={"title": "{company}", "company": "{0}"})) == [
         "passage: {company} at {0}. text"
