@@ -54,7 +54,7 @@ def test_a_prefix_stays_on_one_line_and_leaves_room_for_its_chunk():
 
 def test_what_is_sent_is_within_the_limit_together_with_its_prefix():
     declared = corpus(prefix="{title}. ", text=Plain("body"), max_chars=300)
-    texts = sent(declared, row("word " * 500, title="t" * 150))
+    texts = sent(declared, row("word " * 500, fields={"title": "t" * 150}))
     assert len(texts) > 10
     assert max(map(len, texts)) <= 300
 
