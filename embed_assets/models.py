@@ -156,7 +156,8 @@ class Backlog:
     limit: int
     paused: bool
     next_due_seconds: float | None = None
+    revivable: int = 0
 
     @property
     def work(self) -> int:
-        return self.due + self.feed + self.expired
+        return self.due + self.feed + self.expired + self.revivable

@@ -16,6 +16,7 @@ from embed_assets.defs import jobs, schedules, sensors
 from embed_assets.defs.assets.outbox import semantic_outbox
 from embed_assets.defs.assets.similar import similar_invalidations
 from embed_assets.defs.assets.waves import chunk_embeddings, claimed_waves, semantic_chunks
+from embed_assets.defs.maintenance import daily, maintenance
 from embed_assets.embedding import Embedder
 from embed_assets.resources.dagster import (
     ChunkStoreResource,
@@ -39,11 +40,12 @@ def build_definitions(
     opened = OpenKinds(settings or load_settings(), corpora, embedder)
     kinds = opened.registry.kinds
     drains = {kind: jobs.drain(kind) for kind in kinds}
+    care = maintenance(kinds)
     return Definitions(
         assets=[make(kind) for kind in kinds for make in CHAIN],
-        jobs=list(drains.values()),
+        jobs=[*drains.values(), care],
         sensors=[sensors.outbox(kind, job, opened) for kind, job in drains.items()],
-        schedules=[schedules.scan(kind, job, opened) for kind, job in drains.items()],
+        schedules=[*(schedules.scan(kind, job, opened) for kind, job in drains.items()), daily(care)],
         resources=resources(opened),
         executor=in_process_executor,
     )

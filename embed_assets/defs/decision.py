@@ -35,7 +35,7 @@ class Look:
 
     @property
     def work(self) -> int:
-        enqueueable = 0 if self.busy else self.backlog.feed + int(self.stale)
+        enqueueable = 0 if self.busy else self.backlog.feed + self.backlog.revivable + int(self.stale)
         return self.claimable + enqueueable
 
 
@@ -103,6 +103,7 @@ def numbers(look: Look) -> str:
     return (
         f"pending {_count(backlog.due, backlog)}, feed {_count(backlog.feed, backlog)}, "
         f"leased {_count(backlog.leased, backlog)}, {waiting}, dead {_count(backlog.dead, backlog)}, "
+        f"revivable {_count(backlog.revivable, backlog)}, "
         f"expired waves {backlog.expired}, stale {'yes' if look.stale else 'no'}"
     )
 

@@ -124,6 +124,7 @@ def assemble(
         [model_id],
         lease_seconds=settings.lease_seconds,
         max_attempts=settings.max_attempts,
+        reconcile_seconds=settings.reconcile_seconds,
     )
     return Kind(
         settings=settings,

@@ -16,6 +16,7 @@ from pydantic import PrivateAttr
 from embed_assets.errors import ConfigurationError
 from embed_assets.models import Backlog, Enqueued, Wave
 from embed_assets.resources.opened import OpenKinds
+from embed_assets.resources.retention import purge
 from embed_assets.resources.run import DrainRun, Report
 from embed_assets.resources.waiting import interruptible
 
@@ -38,6 +39,12 @@ class PostgresResource(ConfigurableResource):  # type: ignore[type-arg]
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002
         self.opened.end(self._run_id)
+
+    def purge(self, kind: str) -> dict[str, int]:
+        """Forget what is older than EMBED_RETENTION_DAYS; rows deleted by table."""
+        return self.stage(
+            kind, lambda run: purge(run.kind.postgres, days=run.kind.settings.retention_days, stop=run.stop)
+        )
 
     def stage(self, kind: str, work: Callable[[DrainRun], T]) -> T:
         """Do a stage of this run in a thread, deaf to nothing; whatever ends it early gives the run's waves back.

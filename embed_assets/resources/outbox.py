@@ -45,12 +45,14 @@ class Outbox:
         *,
         lease_seconds: float = 120,
         max_attempts: int = 3,
+        reconcile_seconds: float = 3600,
     ) -> None:
         self._postgres = postgres
         self._bound = bound
         self.models = list(models)
         self.lease_seconds = lease_seconds
         self.max_attempts = max_attempts
+        self.reconcile_seconds = reconcile_seconds
 
     @property
     def kind(self) -> str:
@@ -201,6 +203,7 @@ class Outbox:
     def backlog(self) -> Backlog:
         """Bounded counts of what asks for a drain. Changes nothing; milliseconds at any size."""
         values = {"kind": self.kind, "models": self.models, "limit": BACKLOG_LIMIT}
+        values |= {"reconcile_seconds": self.reconcile_seconds}
         return Backlog(**self._row("status.backlog", values), limit=BACKLOG_LIMIT)
 
     def stale(self) -> bool:

@@ -47,7 +47,9 @@ class Watch:
         self._postgres = Postgres(
             kind.postgres.url, application_name="embed_assets sensor", statement_timeout=SENSOR_STATEMENT
         )
-        self._outbox = Outbox(self._postgres, self._bound, self._models)
+        self._outbox = Outbox(
+            self._postgres, self._bound, self._models, reconcile_seconds=kind.settings.reconcile_seconds
+        )
         self._endpoint = Endpoint(self._postgres, kind.settings)
 
     def backlog(self) -> Backlog:

@@ -49,6 +49,21 @@ SELECT
         ) AS bounded
     ) AS waiting,
     (
+        -- Dead letters that the next reconcile brings back, counted once that is due.
+        SELECT count(*) FROM (
+            SELECT FROM embed_assets.semantic_outbox AS e
+            INNER JOIN embed_assets.corpus_scans AS s ON s.kind = e.kind
+            WHERE
+                e.kind = %(kind)s AND e.model_id = ANY(%(models)s) AND e.status = 'dead' AND e.dismissed_at IS NULL
+                AND embed_assets.parked_until(e.error_class, e.deaths, e.last_failed_at) <= (SELECT clock_timestamp())
+                AND (
+                    s.last_reconcile_at IS NULL
+                    OR s.last_reconcile_at <= clock_timestamp() - %(reconcile_seconds)s * interval '1 second'
+                )
+            LIMIT %(limit)s
+        ) AS bounded
+    ) AS revivable,
+    (
         SELECT extract(EPOCH FROM min(next_attempt_at) - clock_timestamp())::float8
         FROM embed_assets.semantic_outbox
         WHERE kind = %(kind)s AND model_id = ANY(%(models)s) AND status = 'retry_wait'
