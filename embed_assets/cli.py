@@ -24,6 +24,7 @@ from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError, En
 from embed_assets.models import Counts, Wave
 from embed_assets.resources.assembly import Kind, database_url, find_corpus
 from embed_assets.resources.embedder import make_embedder
+from embed_assets.resources.operator import Operator
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
 
@@ -113,10 +114,12 @@ def status(kind: KindName, as_json: AsJson = False) -> None:
     """Count every source row once, by what its vectors say of it."""
     with opened_kind(kind) as opened:
         report, backlog = opened.outbox.status(opened.identity), opened.outbox.backlog()
+        latency = Operator(opened.postgres, kind).latency()
     if as_json:
-        typer.echo(console.status_json(report, backlog))
+        typer.echo(console.status_json(report, backlog, latency))
     else:
         console.out.print(console.status_table(report, backlog))
+        console.out.print(console.latency_line(latency))
 
 
 @app.command()

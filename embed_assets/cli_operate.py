@@ -57,6 +57,16 @@ def dismiss(kind: KindName, code: Code = None, ids: Ids = None, yes: Yes = False
 
 
 @operate.command()
+def cancel(
+    kind: KindName,
+    reason: Annotated[str, typer.Option("--reason", help="backfill, scan, write, reconcile or manual.")],
+) -> None:
+    """Take back the pending entries of one reason; what is leased, waiting or dead stays."""
+    with opened_kind(kind) as opened:
+        console.out.print(f"cancelled {Operator(opened.postgres, kind).cancel(reason)}")
+
+
+@operate.command()
 def pause(kind: KindName) -> None:
     """No claim from now on; returns when the writes under way are committed."""
     with opened_kind(kind) as opened:

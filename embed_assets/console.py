@@ -13,7 +13,7 @@ from rich.table import Table
 
 from embed_assets.load import LoadReport
 from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
-from embed_assets.resources.operator import DeadLetters
+from embed_assets.resources.operator import DeadLetters, Latency
 from embed_assets.search import Answer
 
 out = Console(highlight=False, soft_wrap=True)
@@ -68,7 +68,14 @@ def final_line(total: Counts) -> str:
     )
 
 
-def status_json(status: Status, backlog: Backlog) -> str:
+def latency_line(latency: Latency) -> str:
+    if latency.p50 is None or latency.p95 is None:
+        return "nothing was indexed in the last 24 h"
+    quantiles = f"{latency.p50:.1f} s median, {latency.p95:.1f} s p95"
+    return f"{latency.indexed} indexed in the last 24 h, from enqueued to visible: {quantiles}"
+
+
+def status_json(status: Status, backlog: Backlog, latency: Latency) -> str:
     counts = {state: status.counts.get(state, 0) for state in STATES}
     return json.dumps(
         {
@@ -79,6 +86,7 @@ def status_json(status: Status, backlog: Backlog) -> str:
             "feed": backlog.feed,
             "expired_waves": backlog.expired,
             "paused": backlog.paused,
+            "latency_seconds": {"p50": latency.p50, "p95": latency.p95, "p99": latency.p99},
         }
     )
 

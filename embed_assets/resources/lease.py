@@ -77,9 +77,7 @@ class LeaseKeeper:
         else:
             answered = True
             self._renewed(set(held) - refused, asked)
-        for wave_id in refused:
-            logger.warning("%s: the lease of wave %s is lost", self._outbox.kind, wave_id)
-            held[wave_id][1].lose()
+        self._lose(held, refused)
         return answered
 
     def _renewed(self, wave_ids: set[int], at: float) -> None:
@@ -88,11 +86,30 @@ class LeaseKeeper:
                 token, scope, _ = self._held[wave_id]
                 self._held[wave_id] = (token, scope, at)
 
+    def look(self) -> None:
+        """Whether a wave was taken from us since the last beat; its work ends."""
+        with self._lock:
+            held = dict(self._held)
+        if not held:
+            return
+        try:
+            lost = self._outbox.lost({wave_id: token for wave_id, (token, _, _) in held.items()})
+        except Exception:  # the next beat speaks of the database's trouble
+            return
+        self._lose(held, lost)
+
+    def _lose(self, held: dict[int, tuple[UUID, Stop, float]], wave_ids: set[int]) -> None:
+        for wave_id in wave_ids:
+            logger.warning("%s: the lease of wave %s is lost", self._outbox.kind, wave_id)
+            held[wave_id][1].lose()
+
     def _run(self) -> None:
-        # A third of the lease. A beat that failed is repeated at the next tick: a third later would be too late for
-        # the one after it. Ticks go on while nothing is due, so that a process that was stopped asks as it wakes up.
+        # A beat each third of the lease; one that failed is repeated at the next tick: a third later would be too
+        # late for the one after it. In between a look each second, so that a loss ends the work at once.
         third = self._outbox.lease_seconds / 3
         due = time.monotonic() + third
         while not self._wake.wait(min(TICK_SECONDS, third)):
-            if time.monotonic() >= due and self.beat():
+            if time.monotonic() < due:
+                self.look()
+            elif self.beat():
                 due = time.monotonic() + third

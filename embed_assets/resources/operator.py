@@ -42,6 +42,16 @@ class DeadLetters:
         return NEXT_STEPS.get(self.error_class, "retry it, and see the log of the run that fails")
 
 
+@dataclass(frozen=True)
+class Latency:
+    """Seconds from enqueued to finished, by quantile; None where nothing was indexed."""
+
+    indexed: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
 class Operator:
     """Acts on one kind. `code` and `ids` narrow what is taken; both None take every dead letter not dismissed."""
 
@@ -62,6 +72,25 @@ class Operator:
     def dismiss(self, *, code: str | None = None, ids: Sequence[str] | None = None) -> int:
         """Given up until the source changes; returns how many."""
         return self._in_batches("operate.dismiss_dead", code, ids)
+
+    def cancel(self, reason: str) -> int:
+        """Take back the pending entries of one reason (`backfill`, …); returns how many, 0 is no error.
+
+        What is leased, waiting or dead stays, and a row that is stale all the same comes back with the next scan.
+        """
+        total = 0
+        while done := self._postgres.execute(
+            "operate.cancel_pending", {"kind": self._kind, "reason": reason, "limit": BATCH}
+        ):
+            total += done
+        return total
+
+    def latency(self, *, hours: float = 24) -> Latency:
+        """How long rows indexed in the last hours took from enqueued to finished, from the log."""
+        with self._postgres.transaction() as cursor:
+            row = cursor.execute(query("operate.latency"), {"kind": self._kind, "hours": hours}).fetchone()
+        assert row is not None
+        return Latency(**row)
 
     def pause(self) -> bool:
         """No claim from now on; returns when the writes under way are committed. False when it was paused already."""

@@ -140,6 +140,12 @@ class Outbox:
             rows = cursor.execute(query("outbox.renew"), values).fetchall()
         return {row["wave_id"] for row in rows if not (row["renewed"] or row["alive"])}
 
+    def lost(self, leases: dict[int, UUID]) -> set[int]:
+        """Of these waves by id and token, those that are no longer held. Renews nothing."""
+        values = {"wave_ids": list(leases), "tokens": list(leases.values())}
+        with self._postgres.transaction(lock_timeout="2s") as cursor:
+            return {row["wave_id"] for row in cursor.execute(query("outbox.lost"), values)}
+
     def start(self, wave: Wave) -> None:
         """Say that work begins: from now on a lost lease is a crash. Raises LeaseLost."""
         if self._postgres.one("outbox.start", parameters(wave)) is None:

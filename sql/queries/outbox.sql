@@ -255,6 +255,13 @@ FROM mine
 LEFT JOIN embed_assets.claimed_waves AS w ON w.wave_id = mine.wave_id
 LEFT JOIN renewed ON renewed.wave_id = mine.wave_id;
 
+-- name: lost
+-- Read between heartbeats, so that work ends within a second when a wave was closed or taken from its holder.
+SELECT mine.wave_id
+FROM unnest(%(wave_ids)s::bigint [], %(tokens)s::uuid []) AS mine (wave_id, token)
+LEFT JOIN embed_assets.claimed_waves AS w ON w.wave_id = mine.wave_id
+WHERE (w.token = mine.token AND w.closed_at IS NULL AND w.lease_until > clock_timestamp()) IS NOT TRUE;
+
 -- name: start
 -- Committed before work on the wave begins: only started waves charge their entries when the lease lapses.
 UPDATE embed_assets.claimed_waves

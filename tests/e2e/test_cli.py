@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from stub_server import StubServer
 
 ROOT = Path(__file__).parents[2]
 ASHBY = ROOT.parent / "shared/data/jobs/ashby-multilingual.jsonl"
@@ -139,6 +142,39 @@ def test_a_malformed_line_is_reported_with_its_number_and_skipped(cli, tmp_path)
     assert loaded.returncode == 0
     assert "line 2 skipped" in loaded.stderr
     assert "inserted 2" in loaded.stdout
+
+
+@pytest.mark.ids("A-29", "E18")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signalled_drain_ends_within_seconds_charges_nobody_and_gives_its_lease_back(
+    cli, db, database_url, tmp_path, number
+):
+    cli("load", "jobs", str(write_lines(tmp_path / "jobs.jsonl", *(posting(n) for n in range(3)))))
+    with StubServer(dimensions=8, seconds_per_request=60) as stub:
+        endpoint = {"EMBED_PROTOCOL": "tei", "EMBED_URL": stub.url, "EMBED_MODEL": "m", "EMBED_DIMENSIONS": "8"}
+        drain = subprocess.Popen(
+            [sys.executable, "-m", "embed_assets", "drain", "jobs"],
+            env={**os.environ, "DATABASE_URL": database_url, **endpoint},
+            stderr=subprocess.PIPE,
+        )
+        until(lambda: stub.requests and leased(db) == 3)
+        drain.send_signal(number)
+        _, errors = drain.communicate(timeout=10)
+    assert drain.returncode == 130, errors
+    assert leased(db) == 0
+    assert db.execute("SELECT sum(attempts + crashes + timeouts) FROM embed_assets.semantic_outbox").fetchone() == (0,)
+
+
+def leased(db: psycopg.Connection) -> int:
+    statement = "SELECT count(*) FROM embed_assets.semantic_outbox WHERE status = 'leased'"
+    return db.execute(statement).fetchone()[0]
+
+
+def until(ready, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "it does not come to that"
+        time.sleep(0.05)
 
 
 def explained(process: subprocess.CompletedProcess[str]) -> str:

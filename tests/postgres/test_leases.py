@@ -297,6 +297,22 @@ def test_refusal_stops_the_work_within_a_second(make_kind: KindMaker, db: Db) ->
     assert rows(db, "SELECT status, attempts FROM embed_assets.semantic_outbox") == [("leased", 0)] * 2
 
 
+@pytest.mark.usefixtures("jobs_table")
+def test_wave_that_is_taken_away_ends_its_work_within_seconds_although_no_beat_is_due(
+    make_kind: KindMaker, db: Db
+) -> None:
+    waiting: list[bool] = []
+    kind, other = make_kind(embedder=Patient(lambda: waiting.append(True))), make_kind()
+    add_jobs(db, 2)
+    enqueue(kind)
+    wave = wave_of(kind)
+    with background(lambda: pipeline.work(kind.ports, wave, kind.limits, Stop())) as work:
+        until_true(lambda: bool(waiting), "the embedder is not asked")
+        other.outbox.release(wave)
+        assert work.result(timeout=5).lost == 2
+    assert kind.outbox.lease_seconds == 120
+
+
 def test_lock_on_the_wave_is_no_refusal(kind: Kind, db: Db, database_url: str, held: tuple[Wave, Stop]) -> None:
     wave, scope = held
     shorten(db, wave, 30)

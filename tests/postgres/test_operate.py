@@ -182,6 +182,32 @@ def test_a_message_holds_neither_the_row_s_text_nor_its_key(db, kind, embedder):
     assert "private-key" not in text
 
 
+@pytest.mark.ids("C-48")
+def test_cancel_takes_back_the_pending_of_one_reason_and_nothing_else(db, kind, operator):
+    leased, pending, other = add_jobs(db, 3)
+    say(db, leased, reason="backfill", lane=1)
+    fold(kind)
+    claim(kind)
+    say(db, pending, reason="backfill", lane=1)
+    say(db, other, reason="manual")
+    fold(kind)
+    assert (operator.cancel("backfill"), operator.cancel("backfill")) == (1, 0)
+    assert (entry(db, leased), entry(db, pending), entry(db, other)) == ("leased", None, "pending")
+
+
+def test_latency_is_told_by_quantile_from_the_log(db, kind, operator):
+    assert (operator.latency().indexed, operator.latency().p50) == (0, None)
+    add_jobs(db, 3)
+    drain(kind)
+    db.execute(
+        "UPDATE embed_assets.semantic_outbox_log SET enqueued_at = finished_at - source_id::integer * interval '1 s'"
+    )
+    low, middle, high = sorted(map(int, rows(db, "SELECT source_id FROM embed_assets.semantic_outbox_log")))
+    found = operator.latency()
+    assert (found.indexed, found.p50) == (3, middle)
+    assert low < found.p50 < found.p95 < found.p99 < high
+
+
 def test_a_paused_kind_claims_nothing_until_it_is_resumed(db, kind, operator):
     add_job(db)
     assert (operator.pause(), operator.pause()) == (True, False)
