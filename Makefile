@@ -46,3 +46,16 @@ model: .venv/ready
 .PHONY: bench
 bench: .venv/ready
 	$(BIN)/python bench/bench.py
+
+# Fifty faults at random while rows change (CHAOS_SEED repeats a run's), then the facts must equal the source.
+.PHONY: chaos stress held-snapshot
+chaos: .venv/ready
+	$(BIN)/python -m tests.chaos.chaos --kills $(or $(KILLS),50) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
+# Producers, scanners, and drains that are lost or come back too late, for 25 s instead of 8.
+stress: .venv/ready
+	STRESS_SECONDS=$(or $(STRESS_SECONDS),25) $(BIN)/pytest tests/chaos/test_stress.py -q -s
+
+# What a claim costs while somebody holds a snapshot open, and behind retries that are not due.
+held-snapshot: .venv/ready
+	$(BIN)/python bench/held_snapshot.py
