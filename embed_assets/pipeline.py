@@ -1,6 +1,6 @@
 """The stages, in order: enqueue, claim, stage (load, clean, chunk, embed), write. And the loop over them.
 
-Knows neither SQL nor Dagster: the assets and `embed-assets drain` run these same functions on the ports below.
+Knows neither SQL nor Dagster: the assets and `embed-assets drain` run these same functions on `ports.py`.
 Who pays for a failure is decided by its class (`errors.RULES`) and by the state of the wave's scope (`Stop`),
 never by an error's text.
 """
@@ -12,12 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
-
-import numpy as np
 
 from embed_assets.corpus import SMALLEST_CHUNK
-from embed_assets.embedding import Embedded, Embedder
+from embed_assets.embedding import Embedded
 from embed_assets.errors import (
     Cancelled,
     ClassifiedError,
@@ -31,69 +28,13 @@ from embed_assets.errors import (
     WaveTimeout,
 )
 from embed_assets.models import Counts, Enqueued, Failure, Plan, SourceRow, Wave
+from embed_assets.ports import Ports
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
 
-
 UNMEASURED_ROWS = 8
-Vectors = np.ndarray[Any, Any]
 GuiltyRow = (RowRejected, CorruptRow)
-
-
-class EnqueuerPort(Protocol):
-    def enqueue(self, *, scan: bool = False, allow_clear: bool = False, stop: Stop | None = None) -> Enqueued: ...
-
-
-class OutboxPort(Protocol):
-    def now(self) -> datetime: ...
-    def claim(
-        self, run_id: str, limit: int, *, failed_before: datetime = ..., ancestors: Sequence[str] = ()
-    ) -> Wave | None: ...
-    def claimable(self, *, failed_before: datetime = ...) -> bool: ...
-    def start(self, wave: Wave) -> None: ...
-    def staged(self, wave: Wave, counts: Counts, *, seconds: float) -> None: ...
-    def fail(self, wave: Wave, failures: Sequence[Failure]) -> Counts: ...
-    def release(self, wave: Wave, *, timed_out: bool = False) -> Counts: ...
-
-
-class ChunkStorePort(Protocol):
-    def slices(self, wave: Wave) -> Iterator[list[str]]: ...
-    def load(self, wave: Wave, ids: Sequence[str]) -> list[SourceRow]: ...
-    def plan(self, wave: Wave, plans: Sequence[Plan]) -> set[bytes]: ...
-    def keep(self, wave: Wave, hashes: Sequence[bytes], vectors: Vectors, *, tokens: int) -> None: ...
-    def write(
-        self, wave: Wave, *, ids: Sequence[str] | None = None, close: bool = True, stop: Stop | None = None
-    ) -> Counts: ...
-
-
-class CorpusPort(Protocol):
-    @property
-    def max_chars(self) -> int: ...
-    def plan(self, row: SourceRow, *, max_chars: int | None = None) -> Plan: ...
-
-
-class EndpointPort(Protocol):
-    def rest(self, trouble: EndpointTrouble) -> float: ...
-    def works(self) -> None: ...
-
-
-class KeeperPort(Protocol):
-    def hold(self, wave: Wave, scope: Stop) -> None: ...
-    def drop(self, wave: Wave) -> None: ...
-
-
-@dataclass(frozen=True)
-class Ports:
-    """Everything the stages of one kind work with. Real ones in `resources`, in-memory ones in the tests."""
-
-    corpus: CorpusPort
-    enqueuer: EnqueuerPort
-    outbox: OutboxPort
-    chunks: ChunkStorePort
-    embedder: Embedder
-    endpoint: EndpointPort
-    keeper: KeeperPort
 
 
 @dataclass(frozen=True)

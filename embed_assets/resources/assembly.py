@@ -11,7 +11,8 @@ from embed_assets.corpus import Registry, TableCorpus
 from embed_assets.embedding import Embedder
 from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.migrate import migrate
-from embed_assets.pipeline import Limits, Ports
+from embed_assets.pipeline import Limits
+from embed_assets.ports import Ports
 from embed_assets.resources.chunk_store import ChunkStore
 from embed_assets.resources.embedder import Endpoint, make_embedder
 from embed_assets.resources.enqueuer import Enqueuer

@@ -19,7 +19,7 @@ from fakes import HashEmbedder
 from embed_assets.corpus import Plain, TableCorpus
 from embed_assets.errors import RULES, EndpointTrouble, LeaseLost, RowRejected
 from embed_assets.models import Counts, Enqueued, Entry, Failure, Plan, SourceRow, Wave
-from embed_assets.pipeline import Ports
+from embed_assets.ports import Ports
 from embed_assets.stop import Stop
 
 EVER = datetime.max.replace(tzinfo=timezone.utc)
