@@ -152,6 +152,7 @@ SELECT
     e.source_id,
     e.model_id,
     e.reason,
+    e.claims,
     e.attempts,
     e.forced,
     e.requested_at,
@@ -384,13 +385,14 @@ finished AS (
 
 logged AS (
     INSERT INTO embed_assets.semantic_outbox_log
-    (kind, source_id, model_id, outcome, reason, attempts, chunks, enqueued_at, claimed_at, run_id, wave_id)
+    (kind, source_id, model_id, outcome, reason, claims, attempts, chunks, enqueued_at, claimed_at, run_id, wave_id)
     SELECT
         d.kind,
         d.source_id,
         d.model_id,
         CASE d.action WHEN 'embed' THEN 'indexed' WHEN 'clear' THEN 'removed' ELSE d.action END,
         d.reason,
+        d.claims,
         d.attempts,
         d.chunk_count,
         d.enqueued_at,

@@ -67,10 +67,10 @@ dismissed AS (
 )
 
 INSERT INTO embed_assets.semantic_outbox_log
-(kind, source_id, model_id, outcome, reason, attempts, enqueued_at, wave_id, error_code, error_class)
+(kind, source_id, model_id, outcome, reason, claims, attempts, enqueued_at, wave_id, error_code, error_class)
 SELECT
-    d.kind, d.source_id, d.model_id, 'dismissed', d.reason, d.attempts, d.enqueued_at, d.wave_id, d.error_code,
-    d.error_class
+    d.kind, d.source_id, d.model_id, 'dismissed', d.reason, d.claims, d.attempts, d.enqueued_at, d.wave_id,
+    d.error_code, d.error_class
 FROM dismissed AS d
 ORDER BY d.source_id;
 

@@ -58,12 +58,12 @@ healed AS (
 
 INSERT INTO embed_assets.semantic_outbox_log
 (
-    kind, source_id, model_id, outcome, reason, attempts, enqueued_at, claimed_at, run_id, wave_id,
+    kind, source_id, model_id, outcome, reason, claims, attempts, enqueued_at, claimed_at, run_id, wave_id,
     error_code, error_class
 )
 SELECT
-    h.kind, h.source_id, h.model_id, 'dead', h.reason, h.attempts, h.enqueued_at, h.claimed_at, h.run_id, h.wave_id,
-    h.error_code, h.error_class
+    h.kind, h.source_id, h.model_id, 'dead', h.reason, h.claims, h.attempts, h.enqueued_at, h.claimed_at, h.run_id,
+    h.wave_id, h.error_code, h.error_class
 FROM healed AS h
 WHERE h.status = 'dead'
 ORDER BY h.source_id;
@@ -179,7 +179,7 @@ wave AS (
 
 leased AS (
     UPDATE embed_assets.semantic_outbox AS o
-    SET status = 'leased', wave_id = wave.wave_id
+    SET status = 'leased', wave_id = wave.wave_id, claims = o.claims + 1
     FROM taken, wave
     WHERE o.kind = taken.kind AND o.source_id = taken.source_id AND o.model_id = taken.model_id
     RETURNING o.id, o.source_id, o.forced
@@ -341,12 +341,12 @@ back AS (
 logged AS (
     INSERT INTO embed_assets.semantic_outbox_log
     (
-        kind, source_id, model_id, outcome, reason, attempts, enqueued_at, claimed_at, run_id, wave_id,
+        kind, source_id, model_id, outcome, reason, claims, attempts, enqueued_at, claimed_at, run_id, wave_id,
         error_code, error_class
     )
     SELECT
-        f.kind, f.source_id, f.model_id, 'dead', f.reason, f.attempts, f.enqueued_at, %(claimed_at)s, %(run_id)s,
-        f.wave_id, f.error_code, f.error_class
+        f.kind, f.source_id, f.model_id, 'dead', f.reason, f.claims, f.attempts, f.enqueued_at, %(claimed_at)s,
+        %(run_id)s, f.wave_id, f.error_code, f.error_class
     FROM failed AS f
     WHERE f.status = 'dead'
     ORDER BY f.source_id
@@ -394,12 +394,12 @@ released AS (
 logged AS (
     INSERT INTO embed_assets.semantic_outbox_log
     (
-        kind, source_id, model_id, outcome, reason, attempts, enqueued_at, claimed_at, run_id, wave_id,
+        kind, source_id, model_id, outcome, reason, claims, attempts, enqueued_at, claimed_at, run_id, wave_id,
         error_code, error_class
     )
     SELECT
-        r.kind, r.source_id, r.model_id, 'dead', r.reason, r.attempts, r.enqueued_at, r.claimed_at, r.run_id,
-        r.wave_id, r.error_code, r.error_class
+        r.kind, r.source_id, r.model_id, 'dead', r.reason, r.claims, r.attempts, r.enqueued_at, r.claimed_at,
+        r.run_id, r.wave_id, r.error_code, r.error_class
     FROM released AS r
     WHERE r.status = 'dead'
     ORDER BY r.source_id
