@@ -175,7 +175,9 @@ class _Enqueue:
         self._in_ranges("enqueue.dead_bound", "", revive)
 
     def _reconcile(self) -> None:
-        """Facts: stamps whose chunks are gone. And transient dead letters whose park is over get another round."""
+        """Facts: waves and chunks that are gone. And transient dead letters whose park is over get another round."""
+        if healed := self._step(lambda cursor: cursor.execute(query("enqueue.heal_lost"), self._values()).rowcount):
+            self._warn(f"{healed} leased entries had lost their wave: back to pending")
         self._revive("enqueue.revive_parked")
         for model_id in self._models:
 

@@ -212,6 +212,28 @@ WHERE
     s.kind = %(kind)s AND s.model_id = {model_id} AND s.source_id = c.source_id
     AND s.chunk_count = c.chunk_count AND c.present <> c.chunk_count;
 
+-- name: heal_lost
+-- Facts again: the lease stands on the wave, so a leased entry whose wave is not there (a table restored without the
+-- other) would wait for ever. The numbers are found first and compared as constants: joined under FOR UPDATE, an entry
+-- that is claimed meanwhile would be judged by its new wave, which this statement cannot see.
+WITH lost AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id
+    FROM embed_assets.semantic_outbox AS e
+    WHERE
+        e.kind = %(kind)s AND e.status = 'leased'
+        AND e.wave_id = ANY(ARRAY(
+            SELECT DISTINCT l.wave_id FROM embed_assets.semantic_outbox AS l
+            WHERE
+                l.kind = %(kind)s AND l.status = 'leased'
+                AND NOT EXISTS (SELECT FROM embed_assets.claimed_waves AS w WHERE w.wave_id = l.wave_id)
+        ))
+    ORDER BY e.source_id, e.model_id
+    FOR UPDATE OF e SKIP LOCKED
+)
+UPDATE embed_assets.semantic_outbox AS o SET status = 'pending'
+FROM lost
+WHERE o.kind = lost.kind AND o.source_id = lost.source_id AND o.model_id = lost.model_id;
+
 -- name: chunk_bound
 -- The key that ends the first %(size)s chunks of a range of keys.
 SELECT c.{key} AS bound FROM {chunks} AS c
