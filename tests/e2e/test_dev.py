@@ -19,6 +19,7 @@ import psycopg
 import pytest
 
 from embed_assets import server
+from embed_assets.defs.naming import ASKED_TAG
 from embed_assets.dev import dev_environment, launch_drain
 from embed_assets.load import create_jobs_table
 from embed_assets.settings import Settings
@@ -27,7 +28,7 @@ START = (
     "import sys; from embed_assets import dev, settings; sys.exit(dev.run_dev(settings.load_settings(), port={port}))"
 )
 TERMINATE = """mutation ($run: String!) { terminateRun(runId: $run, terminatePolicy: SAFE_TERMINATE) { __typename } }"""
-RUNS = "{ runsOrError(limit: 20) { ... on Runs { results { runId jobName status } } } }"
+RUNS = "{ runsOrError(limit: 20) { ... on Runs { results { runId jobName status tags { key value } } } } }"
 
 
 @dataclass
@@ -50,6 +51,11 @@ class Dev:
 
     def runs(self) -> dict[str, str]:
         return {run["runId"]: run["status"] for run in self.ask(RUNS)["runsOrError"]["results"]}
+
+    def askers(self) -> set[str]:
+        """Who asked for the runs so far, by their tags."""
+        runs = self.ask(RUNS)["runsOrError"]["results"]
+        return {tag["value"] for run in runs for tag in run["tags"] if tag["key"] == ASKED_TAG}
 
     def value(self, statement: str) -> Any:
         row = self.db.execute(statement).fetchone()
@@ -135,6 +141,7 @@ def test_a_row_changed_in_sql_is_embedded_by_a_run_that_the_sensor_started(dev: 
     eventually(lambda: dev.value(stamped) == 3, 90, "the drain of the changed row")
     eventually(lambda: set(dev.runs().values()) == {"SUCCESS"}, 30, "the end of the runs")
     assert len(dev.runs()) == 2
+    assert dev.askers() == {"sensor"}
 
 
 @pytest.mark.ids("A-29")
