@@ -45,7 +45,8 @@ def test_what_a_run_cannot_take_up_asks_for_none_and_is_told(what: str) -> None:
 def test_the_reason_names_every_number() -> None:
     decision = decided(replace(QUIET, backlog=replace(NOTHING, waiting=2, next_due_seconds=31.4, dead=10_000)))
     assert decision.text == (
-        "Nothing due; pending 0, feed 0, leased 0, waiting 2 (next in 31 s), dead 10000+, revivable 0, expired waves 0, stale no"
+        "Nothing due; pending 0, feed 0, leased 0, waiting 2 (next in 31 s), dead 10000+, revivable 0, "
+        "expired waves 0, stale no"
     )
 
 
