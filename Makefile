@@ -38,10 +38,10 @@ lock:
 clean:
 	rm -rf .venv .embed_assets .pytest_cache .mypy_cache .ruff_cache
 
-# The protocol's state machine for long, and every guard removed once; MODEL_SEED for other sequences.
+# The protocol's state machine for long, and every guard removed once. MODEL_SEED repeats a run's sequences.
 .PHONY: model
 model: .venv/ready
-	MODEL_STEPS=$(or $(MODEL_STEPS),100000) MODEL_MUTANTS=all $(BIN)/pytest tests/model -n 2 --dist load -q
+	MODEL_STEPS=$(or $(MODEL_STEPS),100000) MODEL_SEED=$(or $(MODEL_SEED),$(shell date +%s)) MODEL_MUTANTS=all $(BIN)/pytest tests/model -n 2 --dist load -q
 
 .PHONY: bench
 bench: .venv/ready
@@ -58,4 +58,4 @@ stress: .venv/ready
 
 # What a claim costs while somebody holds a snapshot open, and behind retries that are not due.
 held-snapshot: .venv/ready
-	$(BIN)/python bench/held_snapshot.py
+	$(BIN)/python -m bench.held_snapshot

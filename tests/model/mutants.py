@@ -113,6 +113,7 @@ MUTANTS = [
         "chunks.settle",
         ("FROM done AS d\n    ORDER BY d.source_id", "FROM done AS d WHERE FALSE"),
     ),
+    _mutant("any token is told that its wave is written", "outbox.wave_counts", NO_TOKEN),
     # Fail and release
     _mutant(
         "an outdated failure is charged",
@@ -182,7 +183,13 @@ MUTANTS = [
     ),
     _mutant("pruned rows are not noticed", "enqueue.unstamp_short", ("c.present <> c.chunk_count", "FALSE")),
     _mutant("the dismissed are revived", "enqueue.revive_parked", ("AND e.dismissed_at IS NULL", "")),
+    _mutant(
+        "chunks without a stamp are not noticed",
+        "enqueue.enter_unstamped",
+        ("WHERE\n    NOT EXISTS", "WHERE FALSE AND NOT EXISTS"),
+    ),
     # Operator
+    _mutant("a paused kind is claimed from", "corpus.corpus", ("c.paused_at", "NULL::timestamptz AS paused_at")),
     _mutant("a retry takes the dismissed", "operate.retry_dead", ("AND e.dismissed_at IS NULL", "")),
     _mutant("status forgets the stamps that are left over", "status.status", ("FULL JOIN", "LEFT JOIN")),
 ]
