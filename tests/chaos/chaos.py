@@ -44,13 +44,17 @@ FAULTS = (
     "kill embedding",
     "kill run",
 )
-LONGEST_RECOVERY = 180.0
 OPEN_WAVES = "SELECT wave_id FROM embed_assets.claimed_waves WHERE closed_at IS NULL"
 RECOVERED = """
 SELECT NOT EXISTS (SELECT FROM embed_assets.claimed_waves WHERE wave_id = ANY(%s) AND closed_at IS NULL)
     AND EXISTS (
         SELECT FROM embed_assets.claimed_waves WHERE outcome = 'written' AND closed_at > to_timestamp(%s)
     )"""
+
+LATE = 30
+STILL_OPEN = """
+SELECT wave_id, run_id, clock_timestamp() - claimed_at, started_at IS NOT NULL, lease_until - clock_timestamp(), texts
+FROM embed_assets.claimed_waves WHERE closed_at IS NULL ORDER BY wave_id"""
 
 
 @dataclass
@@ -127,7 +131,7 @@ class Outcome:
             f"of these without a fault between {self.sent_again_without_a_fault}"
         )
         print(f"dead letters: {len(self.dead)}, without a reason {len(self.unexplained_dead)}")
-        print(f"drains that ended by themselves: {len(self.ended)} {dict(Counter(self.ended)) if self.ended else ''}")
+        print(f"ended by themselves: {len(self.ended)} {dict(Counter(self.ended)) if self.ended else ''}")
         print(
             f"facts: {self.facts.rows} rows, {self.facts.chunks} chunks, wrong {dict(self.facts.wrong)}, "
             f"queue {dict(self.facts.queue)}, feed {self.facts.feed}, open waves {self.facts.open_waves}"
@@ -137,10 +141,12 @@ class Outcome:
 
 
 class Chaos:
-    """One run: `faults` in this order, `pause` (least, most) seconds apart."""
+    """One run: `faults` in this order, `pause` (least, most) seconds apart; `patience` for what must come right."""
 
-    def __init__(self, around: Surroundings, faults: Sequence[str], seed: int, pause: tuple[float, float]) -> None:
-        self._around, self._kinds, self._pause = around, faults, pause
+    def __init__(
+        self, around: Surroundings, faults: Sequence[str], seed: int, pause: tuple[float, float], patience: float
+    ) -> None:
+        self._around, self._kinds, self._pause, self._patience = around, faults, pause, patience
         self._random = random.Random(seed)
         self._started: list[Fault] = []
         self._thawing: list[threading.Thread] = []
@@ -156,7 +162,7 @@ class Chaos:
         for thread in self._thawing:
             thread.join()
         self._around.rest()
-        until = time.monotonic() + LONGEST_RECOVERY
+        until = time.monotonic() + self._patience
         while any(fault.recovered is None for fault in self._started) and time.monotonic() < until:
             time.sleep(0.2)
         self._over.set()
@@ -183,7 +189,7 @@ class Chaos:
         if kind != "freeze drain":
             fault.until = time.time()
         self._started.append(fault)
-        print(f"{len(self._started)}: {kind}", flush=True)
+        print(f"{len(self._started)}: {kind} at {time.strftime('%H:%M:%S', time.localtime(fault.at))}", flush=True)
 
     def _drain(self) -> Program:
         """A drain that lives; waited for, since one that was killed is only just starting again."""
@@ -223,12 +229,16 @@ class Chaos:
         self._around.embedding.start()
 
     def _watch(self) -> None:
-        """Notice when a fault is recovered from."""
+        """Notice when a fault is recovered from, and say who kept a late one waiting."""
+        said: set[int] = set()
         while not self._over.wait(0.25):
-            for fault in [fault for fault in self._started if fault.recovered is None]:
-                row = self._around.database.ask(RECOVERED, fault.waves, fault.at)
-                if row and row[0][0]:
-                    fault.recovered = time.time()
+            for number, fault in enumerate(self._started, 1):
+                if fault.recovered is None and (row := self._around.database.ask(RECOVERED, fault.waves, fault.at)):
+                    if row[0][0]:
+                        fault.recovered = time.time()
+                    elif time.time() - fault.at > LATE and number not in said:
+                        said.add(number)
+                        print(f"{number} is not over after {LATE} s: {self._around.database.ask(STILL_OPEN)}")
 
 
 def run(
@@ -240,6 +250,7 @@ def run(
     rows: int = 150,
     dagster: bool = False,
     keep: bool = False,
+    patience: float = 180.0,
 ) -> Outcome:
     """Start everything, let the faults befall it, wait for rest, and judge."""
     folder = Path(tempfile.mkdtemp(prefix="embed_assets_chaos_"))
@@ -254,10 +265,10 @@ def run(
         _await(lambda: bool(around.database.ask("SELECT 1 FROM pg_tables WHERE tablename = 'semantic_stamps'")))
         _await(lambda: (around.database.ask("SELECT count(*) FROM embed_assets.claimed_waves") or [(0,)])[0][0] != 0)
         begun = time.time()
-        faults = Chaos(around, kinds, seed, pause).befall()
+        faults = Chaos(around, kinds, seed, pause, patience).befall()
         seconds = time.time() - begun
         settle(producers)
-        dead, at_rest = _rest(around)
+        dead, at_rest = _rest(around, patience)
         exits = around.end_drains()
         if around.dev.alive:
             around.dev.terminate(60)
@@ -281,7 +292,7 @@ def run(
             texts=len(sent),
             sent_again=sum(len(times) - 1 for times in sent.values()),
             sent_again_without_a_fault=sum(_unexplained(times, faults) for times in sent.values()),
-            bound=REQUEST_ITEMS * sum(_in_flight(fault, drains) for fault in faults),
+            bound=REQUEST_ITEMS * len(faults),
             exits=exits,
             ended=around.ended,
         )
@@ -293,24 +304,17 @@ def run(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_flight(fault: Fault, drains: int) -> int:
-    """How many requests may have been under way: one of the process, or one of each where all lose the same."""
-    return (
-        drains + 2 if fault.kind in ("kill embedding", "stop postgres", "stop postgres at once", "kill postgres") else 1
-    )
-
-
 def _unexplained(times: list[float], faults: list[Fault]) -> int:
     """How many sendings of a text followed another with no fault between."""
     pairs = zip(sorted(times), sorted(times)[1:], strict=False)
     return sum(not any(a - 1 <= (fault.until or b) and fault.at <= b for fault in faults) for a, b in pairs)
 
 
-def _rest(around: Surroundings) -> tuple[list[dict[str, object]], float | None]:
+def _rest(around: Surroundings, patience: float) -> tuple[list[dict[str, object]], float | None]:
     """Wait until the facts equal the source; dead letters are given to the operator's retry, and reported."""
     begun = time.monotonic()
     dead: list[dict[str, object]] = []
-    while time.monotonic() - begun < LONGEST_RECOVERY:
+    while time.monotonic() - begun < patience:
         found = facts(around.database.url(), vector_for)
         if found.at_rest:
             return dead, time.monotonic() - begun

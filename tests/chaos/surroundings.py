@@ -153,8 +153,10 @@ class Surroundings:
         self.drains = [
             self._program(f"drain{n}", ["embed_assets", "drain", "jobs", "--watch"]) for n in range(1, drains + 1)
         ]
-        self.dev = self._program("dev", ["embed_assets", "dev", "--port", str(free_port())])
-        self.ended: list[str] = []  # drains that ended though nobody had told them to
+        self._ui_port = free_port()
+        self.dev = self._program("dev", ["embed_assets", "dev", "--port", str(self._ui_port)])
+        self._kept: list[Program] = []
+        self.ended: list[str] = []  # who ended though nobody had told it to
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
 
@@ -165,19 +167,30 @@ class Surroundings:
         self.embedding.start()
         for drain in self.drains:
             drain.start()
+        self._kept = [*self.drains, self.dev] if dagster else self.drains
         if dagster:
             self.dev.start()
+            self._await_ui()
         self._keeper.start()
 
+    def _await_ui(self, seconds: float = 120) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.dev.alive:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self._ui_port)) == 0:
+                    return
+            time.sleep(0.2)
+        raise AssertionError(f"Dagster does not start: {self.dev.log.read_text()[-2000:]}")
+
     def _keep(self) -> None:
-        """As a supervisor does: a drain that ended is started again."""
+        """As a supervisor does: what ended is started again."""
         while not self._closing.wait(0.2):
-            for drain in self.drains:
-                if not drain.alive:
-                    code = drain.process.returncode if drain.process else None
+            for program in self._kept:
+                if not program.alive:
+                    code = program.process.returncode if program.process else None
                     if code not in (-signal.SIGKILL, INTERRUPTED):
-                        self.ended.append(f"{drain.name} ended with {code}")
-                    drain.start()
+                        self.ended.append(f"{program.name} ended with {code}")
+                    program.start()
 
     def rest(self) -> None:
         """Everything back up, nothing frozen."""
