@@ -104,6 +104,10 @@ FROM (
             WHEN o.status = 'leased' THEN 'leased'
             WHEN o.status = 'retry_wait' THEN 'waiting'
             WHEN o.status = 'pending' OR o.status IS NULL THEN 'due'
+            WHEN EXISTS (
+                SELECT FROM embed_assets.source_changes AS changed
+                WHERE changed.kind = s.kind AND changed.source_id = s.source_id
+            ) THEN 'due'
             ELSE 'dismissed'
         END AS state
     FROM embed_assets.semantic_stamps AS s
