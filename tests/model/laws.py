@@ -183,7 +183,8 @@ def folded(before: Snapshot, after: Snapshot, fed: set[str], *, scanned: bool, r
             _folded_entry(old, entry)
         elif old is None:
             assert scanned, f"row {slot} is enqueued by a fold that was not fed it"
-            assert after.stale(slot) or not settled, f"row {slot} is enqueued for nothing"
+            orphaned = reconciled and after.chunks.get(slot)
+            assert after.stale(slot) or orphaned or not settled, f"row {slot} is enqueued for nothing"
         elif old != entry:
             _revived(old, entry, before, after, scanned, reconciled)
     missing = fed - after.entries.keys()
@@ -324,13 +325,15 @@ def released(before: Snapshot, after: Snapshot, wave_id: int, timed_out: bool) -
     assert after.waves[wave_id].outcome == "released", "a released wave is not closed as such"
 
 
-def quiet(now: Snapshot) -> None:
+def quiet(now: Snapshot, memory: Memory) -> None:
     """Nothing is left to be done, and the facts are the source's."""
     assert not now.feed, "the feed is not empty"
     for slot, entry in now.entries.items():
         assert entry.status == "dead", f"row {slot} is {entry.status} and nothing is due"
         row = now.rows.get(slot)
         assert getattr(row, "indexable", False), f"row {slot} is dead and does not belong in search"
+    unrepaired = memory.pruned - now.entries.keys()
+    assert not unrepaired, f"rows {unrepaired} were pruned and nobody repaired them"
     for slot in SLOTS:
         if slot not in now.entries:
             assert not now.stale(slot), f"row {slot} is not what the vectors say, and nobody knows"

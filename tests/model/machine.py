@@ -36,8 +36,9 @@ WORKER = st.sampled_from((0, 1))
 SAY = st.sampled_from(("", "say", "say", "force", "force"))
 PART = st.sampled_from((None, None, None, "even", "odd", "nothing"))
 # Where the races are; every other rule counts once.
-WEIGHTS = {"come_in": 3, "race": 4, "write": 3, "haunt": 2}
-WHAT = st.sampled_from(("edit", "edit", "close", "reopen", "delete"))
+WEIGHTS = {"come_in": 3, "race": 4, "write": 3, "haunt": 2, "fail": 2, "reject": 2, "operate": 3}
+# To reopen what is open changes nothing: an announcement of nothing new.
+WHAT = st.sampled_from(("edit", "edit", "reopen", "reopen", "close", "delete"))
 RECENT = st.sampled_from((0, 0, 0, 0, 0, 1, 1, 2, 3))
 LIMIT = st.sampled_from((1, 2, 3, 6))
 FORGED = st.sampled_from((False, False, True))
@@ -347,19 +348,24 @@ class QueueMachine(RuleBasedStateMachine):
         self._claim(worker, limit, within)
 
     @precondition(lambda self: self.over)
-    @rule(recent=RECENT, name=st.sampled_from(("start", "plan", "stage", "write", "fail", "release", "renew")))
-    def haunt(self, recent: int, name: str) -> None:
-        """A worker whose wave is over goes on with it."""
+    @rule(
+        recent=RECENT,
+        name=st.sampled_from(("start", "plan", "stage", "write", "fail", "release", "renew")),
+        forged=FORGED,
+    )
+    def haunt(self, recent: int, name: str, forged: bool) -> None:
+        """A worker whose wave is over goes on with it, or somebody who never had it."""
         over = self.over
         handle = over[-1 - min(recent, len(over) - 1)]
+        wave = _forge(handle.wave, forged)
         act: dict[str, Callable[[], Any]] = {
-            "start": lambda: self._start(handle),
-            "plan": lambda: self._plan(handle, handle.wave),
+            "start": lambda: self._start(handle, forged),
+            "plan": lambda: self._plan(handle, wave),
             "stage": lambda: self._stage(handle),
-            "write": lambda: self._write(handle, handle.wave),
-            "fail": lambda: self._fail(handle, [False, True], True),
-            "release": lambda: self._release(handle, True),
-            "renew": lambda: self._renew(handle, handle.wave),
+            "write": lambda: self._write(handle, wave),
+            "fail": lambda: self._fail(handle, [False, True], True, forged),
+            "release": lambda: self._release(handle, True, forged),
+            "renew": lambda: self._renew(handle, wave),
         }
         act[name]()
 
@@ -470,7 +476,10 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(recent=RECENT, bought=st.booleans(), changes=CHANGES, told=st.booleans(), part=PART, within=WITHIN)
     def race(self, recent: int, bought: bool, changes: list[Any], told: bool, part: str | None, within: Any) -> None:
-        """The source goes on while a wave is staged, and the enqueuer may hear of it before the write."""
+        """The source goes on while a wave is staged, and the enqueuer may hear of it before the write.
+
+        After a part, failures of all its rows: those that were written are none of theirs any more.
+        """
         handle = self._handle(recent)
         self._load(handle)
         if bought:
@@ -483,6 +492,8 @@ class QueueMachine(RuleBasedStateMachine):
         if not bought:
             self._plan(handle, handle.wave)
         self._write_part(handle, handle.wave, part, within)
+        if part:
+            self._fail(handle, [False] * len(handle.wave.entries), True)
 
     @precondition(lambda self: self.open)
     @rule(recent=RECENT)
@@ -578,7 +589,7 @@ class QueueMachine(RuleBasedStateMachine):
             self._start(handle)
             self._release(handle, timed_out)
 
-    @rule(worker=WORKER, limit=LIMIT, times=st.integers(1, 3), fatal=st.booleans(), known=st.booleans())
+    @rule(worker=WORKER, limit=LIMIT, times=st.sampled_from((1, 3, 3)), fatal=st.booleans(), known=st.booleans())
     def reject(self, worker: int, limit: int, times: int, fatal: bool, known: bool) -> None:
         """Rows that fail again and again, each time they are due."""
         for _ in range(times):
@@ -611,9 +622,13 @@ class QueueMachine(RuleBasedStateMachine):
             self._act(0, name)
 
     @precondition(lambda self: self.now.chunks)
-    @rule(number=st.integers(0, len(SLOTS) - 1), indexes=st.sampled_from(((0,), (1,), (0, 1, 2))))
-    def prune(self, number: int, indexes: tuple[int, ...]) -> None:
-        """Somebody deletes chunks behind everybody's back; a reconcile repairs it."""
+    @rule(
+        number=st.integers(0, len(SLOTS) - 1),
+        indexes=st.sampled_from(((0,), (1,), (0, 1, 2))),
+        what=st.sampled_from(("", "", "close", "delete")),
+    )
+    def prune(self, number: int, indexes: tuple[int, ...], what: str) -> None:
+        """Somebody deletes chunks behind everybody's back, perhaps their row too; a reconcile repairs it."""
         slot = sorted(self.now.chunks)[number % len(self.now.chunks)]
         with self.step(laws.untouched):
             deleted = self.world.db.execute(
@@ -622,6 +637,8 @@ class QueueMachine(RuleBasedStateMachine):
             )
             if deleted.rowcount:
                 self.memory.pruned.add(slot)
+            if what and slot in self.now.rows:
+                self._source(slot, what, (), "")
 
     @precondition(lambda self: any(e.status == "dead" for e in self.now.entries.values()))
     @rule(dismiss=st.booleans(), slot=st.none() | st.sampled_from(SLOTS))
@@ -677,7 +694,7 @@ class QueueMachine(RuleBasedStateMachine):
                 break
         else:
             raise AssertionError("the queue does not come to rest")
-        with self.step(lambda before, after: laws.quiet(after)):
+        with self.step(lambda before, after: laws.quiet(after, self.memory)):
             pass
 
 

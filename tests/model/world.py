@@ -268,8 +268,10 @@ class World:
         )
 
     def ripen(self) -> None:
+        """Everything that waits is due, in an order that a repetition finds again."""
         self.db.execute(
-            "UPDATE embed_assets.semantic_outbox SET next_attempt_at = clock_timestamp() - interval '1 second' "
+            "UPDATE embed_assets.semantic_outbox "
+            "SET next_attempt_at = clock_timestamp() - interval '1 minute' + source_id::integer * interval '1 second' "
             "WHERE status = 'retry_wait'"
         )
 
