@@ -2,8 +2,8 @@
 
 -- name: begin
 -- READ COMMITTED (set on the connection, it must come with BEGIN): the protocol's re-reads need fresh snapshots.
--- row_security off raises instead of hiding rows.
--- A range of a scan is hashed in memory. Fixed formats, since revisions become text. The timeouts keep a stuck statement from holding the user's table.
+-- row_security off raises instead of hiding rows. A range of a scan is hashed in memory.
+-- Fixed formats, since revisions become text. The timeouts keep a stuck statement from holding the user's table.
 SELECT
     set_config('row_security', 'off', TRUE),
     set_config('TimeZone', 'UTC', TRUE),
