@@ -26,6 +26,11 @@ SELECT
     (
         SELECT count(*) FROM embed_assets.claimed_waves
         WHERE kind = %(kind)s AND closed_at IS NULL AND lease_until <= (SELECT clock_timestamp())
+    ) + (
+        -- Closed waves of which an entry is still leased: somebody had it locked when the wave was reaped.
+        SELECT count(DISTINCT w.wave_id) FROM embed_assets.semantic_outbox AS e
+        INNER JOIN embed_assets.claimed_waves AS w ON w.wave_id = e.wave_id
+        WHERE e.kind = %(kind)s AND e.status = 'leased' AND w.closed_at IS NOT NULL
     ) AS expired,
     (
         SELECT count(*) FROM (

@@ -11,14 +11,17 @@ from postgres.support import (
     background,
     chunks,
     claim,
+    connect,
     drain,
     due_now,
     entry,
+    expire,
     fold,
     rows,
     say,
     status,
     value,
+    wave_of,
 )
 
 from embed_assets.errors import AnswerContract, InputRejected
@@ -165,6 +168,7 @@ def test_failures_are_grouped_by_code_with_a_sample_and_the_next_step(db, kind, 
     assert (entry(db, worse), entry(db, bad)) == ("pending", "dead")
 
 
+@pytest.mark.ids("B-26")
 def test_a_message_holds_neither_the_row_s_text_nor_its_key(db, kind, embedder):
     add_job(db, "<p>a very private sentence</p>", external_id="private-key")
     db.execute(
@@ -193,6 +197,18 @@ def test_cancel_takes_back_the_pending_of_one_reason_and_nothing_else(db, kind, 
     fold(kind)
     assert (operator.cancel("backfill"), operator.cancel("backfill")) == (1, 0)
     assert (entry(db, leased), entry(db, pending), entry(db, other)) == ("leased", None, "pending")
+
+
+def test_an_entry_that_was_locked_when_its_wave_was_reaped_asks_for_the_next_claim(db, kind, database_url):
+    job = add_job(db)
+    kind.enqueuer.enqueue(scan=True)
+    expire(db, wave_of(kind))
+    with connect(database_url) as holder:
+        holder.execute("SELECT FROM embed_assets.semantic_outbox FOR UPDATE")
+        assert claim(kind) is None
+    assert (entry(db, job), kind.outbox.backlog().expired) == ("leased", 1)
+    assert claim(kind) is not None
+    assert kind.outbox.backlog().expired == 0
 
 
 def test_latency_is_told_by_quantile_from_the_log(db, kind, operator):
