@@ -72,7 +72,7 @@ def test_claim_leases_at_most_the_batch_and_names_entries_and_rows(kind: Kind, d
     assert status(kind) == {"leased": 3, "due": 2}
 
 
-@pytest.mark.ids("A-13", "B-11")
+@pytest.mark.ids("A-13", "B-11", "C-06")
 def test_claim_order_is_freshest_first_and_undated_rows_go_by_their_creation(kind: Kind, db: Db) -> None:
     never = add_job(db, posted_at=None, created_at=None)
     old = add_job(db, posted_at="2025-01-01Z")
@@ -278,7 +278,7 @@ def test_claim_walks_the_partial_index_without_sort_or_join(kind: Kind, db: Db, 
 # Those who do not come back
 
 
-@pytest.mark.ids("A-17", "B-09")
+@pytest.mark.ids("A-17", "B-09", "C-15")
 def test_wave_is_taken_over_when_its_lease_ran_out_and_not_before(kind: Kind, other: Kind, db: Db) -> None:
     jobs = add_jobs(db, 2)
     enqueue(kind)

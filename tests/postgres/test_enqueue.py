@@ -413,6 +413,7 @@ def dead(kind: Kind, db: Db, job: int) -> None:
     assert entry(db, job) == "dead"
 
 
+@pytest.mark.ids("C-04")
 def test_dead_letter_is_revived_by_a_request(kind: Kind, db: Db) -> None:
     job = add_job(db)
     dead(kind, db, job)
@@ -468,6 +469,7 @@ def test_dead_letter_that_failed_without_naming_its_revision_comes_back_when_its
     assert enqueue(kind).revived == 1
 
 
+@pytest.mark.ids("C-22")
 def test_dead_letter_whose_source_is_gone_is_settled(kind: Kind, db: Db) -> None:
     job = add_job(db)
     dead(kind, db, job)
@@ -557,6 +559,7 @@ def test_reconcile_repairs_pruned_chunks(kind: Kind, embedder: HashEmbedder, db:
     assert status(kind) == {"fresh": 2}
 
 
+@pytest.mark.ids("A-19")
 def test_row_that_became_unindexable_before_it_was_embedded_settles(kind: Kind, db: Db) -> None:
     job = add_job(db)
     enqueue(kind)

@@ -119,7 +119,7 @@ def test_with_its_lease_a_wave_is_accepted(kind: Kind, db: Db, operation: str) -
     OPERATIONS[operation](kind, staged(kind))
 
 
-@pytest.mark.ids("B-18")
+@pytest.mark.ids("B-18", "Q05")
 def test_same_run_after_a_restart_is_refused_with_its_old_wave(kind: Kind, make_kind: KindMaker, db: Db) -> None:
     job = add_job(db)
     enqueue(kind)

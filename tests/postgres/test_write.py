@@ -295,7 +295,7 @@ def test_a_row_that_became_shorter_keeps_no_chunk_of_its_past(db: Db, kind: Kind
     assert stamps(db, "chunk_count") == [2]
 
 
-@pytest.mark.ids("A-39", "T18")
+@pytest.mark.ids("A-39", "T18", "C-23")
 @pytest.mark.parametrize("text", [None, "", "  ", "<p>&nbsp;</p>"])
 def test_a_row_that_lost_its_text_loses_its_chunks_and_counts_as_done(
     db: Db, kind: Kind, embedder: HashEmbedder, text: str | None
@@ -713,7 +713,7 @@ def notes(db: Db, make_kind: KindMaker) -> Kind:
     return make_kind(TableCorpus(kind="notes", table="readable", key="note_id", text=Plain("body"), revision="version"))
 
 
-@pytest.mark.ids("A-23", "A-33")
+@pytest.mark.ids("A-23", "A-33", "C-19")
 def test_a_row_that_cannot_be_loaded_is_found_and_charged_alone_and_the_others_are_written(db: Db, notes: Kind):
     counts = drain(notes, rows=100)
     assert (counts.indexed, counts.failed, counts.dead) == (6, 1, 0)
@@ -724,7 +724,7 @@ def test_a_row_that_cannot_be_loaded_is_found_and_charged_alone_and_the_others_a
     assert value(db, "SELECT count(*) FROM embed_assets.claimed_waves WHERE outcome = 'written'") == 1
 
 
-@pytest.mark.ids("A-26")
+@pytest.mark.ids("A-26", "C-19")
 def test_a_row_that_postgres_cannot_read_is_dead_at_once(db: Db, notes: Kind):
     db.execute("UPDATE trouble SET code = 'XX001'")
     counts = drain(notes, rows=100)
@@ -875,7 +875,7 @@ def test_the_old_chunks_serve_until_the_new_ones_are_written(db: Db, kind: Kind,
     assert words(db, job) == ["new"]
 
 
-@pytest.mark.ids("A-28", "A-31")
+@pytest.mark.ids("A-28", "A-31", "A-32")
 @pytest.mark.usefixtures("jobs_table")
 def test_a_wave_that_used_up_its_time_is_released_charging_nobody_and_marks_its_rows(
     db: Db,
@@ -1145,6 +1145,7 @@ def test_a_connection_that_is_lost_between_two_steps_is_made_again_and_nobody_pa
     assert value(db, "SELECT crashes FROM embed_assets.semantic_outbox") is None
 
 
+@pytest.mark.ids("C-10")
 def test_a_wave_that_is_no_longer_mine_writes_nothing(db: Db, kind: Kind):
     add_job(db)
     enqueue(kind)
