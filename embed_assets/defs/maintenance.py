@@ -22,33 +22,34 @@ NAME = "maintenance"
 
 
 def maintenance(kinds: list[str]) -> JobDefinition:
-    @op(out=Out(Nothing), description="Scan every kind, and reconcile its facts where that is due.")
-    def reconcile(context: OpExecutionContext, outbox: OutboxResource) -> None:
-        for kind in kinds:
-            report = outbox.enqueue(kind, scan=True)
-            context.log.info(
-                "%s: %s enqueued, %s revived, %s stamps without chunks",
-                kind,
-                report.created,
-                report.revived,
-                report.unstamped,
-            )
-
     @op(
-        ins={"reconciled": In(Nothing)},
         out=Out(Nothing),
         description="Forget log, closed waves and unread feeds after EMBED_RETENTION_DAYS, the ledger after 48 h.",
     )
     def purge(context: OpExecutionContext, postgres: PostgresResource) -> None:
         for kind in kinds[:1]:  # the fixed tables are shared by all kinds
             deleted = postgres.purge(kind)
-            context.log.info(
-                "deleted: %s", ", ".join(f"{table} {rows}" for table, rows in deleted.items()) or "nothing"
-            )
+            counts = ", ".join(f"{table} {rows}" for table, rows in deleted.items())
+            context.log.info("deleted: %s", counts or "nothing")
 
-    @job(name=NAME, executor_def=in_process_executor, description="Reconcile every kind, and forget what is old.")
+    @op(ins={"purged": In(Nothing)}, out=Out(Nothing), description="Scan every kind; reconcile its facts where due.")
+    def reconcile(context: OpExecutionContext, outbox: OutboxResource) -> None:
+        failed: list[Exception] = []
+        for kind in kinds:
+            try:
+                report = outbox.enqueue(kind, scan=True)
+            except Exception as error:  # the care of the others must not wait for this kind; told below
+                context.log.exception("%s could not be reconciled", kind)
+                failed.append(error)
+                continue
+            numbers = (report.created, report.revived, report.unstamped)
+            context.log.info("%s: %s enqueued, %s revived, %s stamps without chunks", kind, *numbers)
+        if failed:
+            raise failed[0]
+
+    @job(name=NAME, executor_def=in_process_executor, description="Forget what is old, and reconcile every kind.")
     def care() -> None:
-        purge(reconciled=reconcile())
+        reconcile(purged=purge())
 
     return care
 

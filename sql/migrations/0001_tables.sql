@@ -72,6 +72,9 @@ CREATE TABLE embed_assets.semantic_outbox (
     timeouts smallint NOT NULL DEFAULT 0,
     -- How often it died since its source last changed: what the reconciler's park is reckoned from.
     deaths smallint NOT NULL DEFAULT 0,
+    -- How often it was claimed since it was entered: a row that wave after wave gives back, charging nobody, would
+    -- show in neither attempts (charged failures) nor crashes (lost leases).
+    claims integer NOT NULL DEFAULT 0,
     next_attempt_at timestamptz,
     requested_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     forced boolean NOT NULL DEFAULT FALSE,
@@ -212,6 +215,7 @@ CREATE TABLE embed_assets.semantic_outbox_log (
     CHECK (outcome IN ('indexed', 'removed', 'gone', 'superseded', 'dead', 'dismissed')),
     reason text NOT NULL,
     attempts integer NOT NULL DEFAULT 0,
+    claims integer NOT NULL DEFAULT 0,
     chunks integer,
     enqueued_at timestamptz,
     claimed_at timestamptz,
