@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
-from model.machine import QueueMachine, Tally
+from model.judged import Tally
+from model.machine import QueueMachine
 from model.mutants import MUTANTS, QUICK, Mutant
 from model.world import World
 from psycopg import sql
