@@ -278,17 +278,20 @@ class QueueMachine(Workers):
             self._start(handle)
             self._release(handle, timed_out)
 
-    @rule(worker=WORKER, limit=LIMIT, times=st.sampled_from((1, 3, 3)), fatal=st.booleans(), known=st.booleans())
-    def reject(self, worker: int, limit: int, times: int, fatal: bool, known: bool) -> None:
-        """Rows that fail again and again, each time they are due."""
+    @rule(worker=WORKER, limit=LIMIT, times=st.sampled_from((1, 3, 3)), fatal=st.booleans(), dismissed=st.booleans())
+    def reject(self, worker: int, limit: int, times: int, fatal: bool, dismissed: bool) -> None:
+        """Rows that fail again and again, each time they are due, until somebody gives them up."""
         for _ in range(times):
             handle = self._claim(worker, limit)
             if handle is None:
                 return
             self._load(handle)
-            self._fail(handle, [fatal] * limit, known)
+            self._fail(handle, [fatal] * limit, True)
             self._release(handle, False)
             self._ripen()
+        if dismissed:
+            with self.step():
+                self.world.operator.dismiss()
 
     @rule()
     def ripen(self) -> None:
@@ -308,13 +311,14 @@ class QueueMachine(Workers):
 
     @precondition(lambda self: self.now.chunks)
     @rule(
-        number=st.integers(0, len(SLOTS) - 1),
-        indexes=st.sampled_from(((0,), (1,), (0, 1, 2))),
+        number=st.integers(0, 2),
+        indexes=st.sampled_from(((0,), (0,), (1,), (0, 1, 2))),
         what=st.sampled_from(("", "", "close", "delete")),
     )
     def prune(self, number: int, indexes: tuple[int, ...], what: str) -> None:
         """Somebody deletes chunks behind everybody's back, perhaps their row too; a reconcile repairs it."""
-        slot = sorted(self.now.chunks)[number % len(self.now.chunks)]
+        longest = sorted(self.now.chunks, key=lambda slot: (-len(self.now.chunks[slot]), slot))
+        slot = longest[number % len(longest)]
         with self.step(laws.untouched):
             deleted = self.world.db.execute(
                 "DELETE FROM embed_assets.job_semantic_chunks WHERE id = %s AND chunk_index = ANY(%s)",
