@@ -147,6 +147,9 @@ def test_an_entry_goes_the_ways_that_the_protocol_names_and_no_other(
         claim(kind, failed_before=EVER)
         kind.outbox.release_runs(["run"])
     drain(kind)
+    say(db, good, reason="backfill", lane=1)
+    fold(kind)
+    Operator(kind.postgres, "jobs").cancel("backfill")
     assert moves() == protocol_moves()
     with pytest.raises(psycopg.errors.CheckViolation):
         db.execute(
