@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from dagster import (
     DagsterInstance,
@@ -102,20 +102,29 @@ def _wait_for_work(watch: Watch, instance: DagsterInstance, probed: Probed) -> D
 
 
 def _look(watch: Watch, instance: DagsterInstance, probed: Probed) -> Decision:
+    return judge(_read(watch, probed), watch, lambda: instance)
+
+
+def _read(watch: Watch, probed: Probed) -> Look:
     look = Look(watch.backlog(), watch.resting(), watch.busy())
-    if look.backlog.work == 0 and not (look.busy or look.backlog.paused or look.resting):
-        look = Look(look.backlog, look.resting, look.busy, stale=_probe(watch, probed))
-    return judge(look, watch, lambda: instance)
+    if look.work == 0 and not (look.busy or look.backlog.paused or look.resting):
+        return replace(look, stale=_probe(watch, probed))
+    return look
 
 
 def judge(look: Look, watch: Watch, instance: Callable[[], DagsterInstance]) -> Decision:
-    """Dagster's runs are read only when there is work."""
-    return idle(look) or decide(
-        look,
-        in_flight(instance(), watch),
-        drains=watch.settings.drains_in_flight,
-        rows_per_run=watch.rows_per_run(),
-    )
+    """Dagster's runs are read only when there is work, and the work once more after them.
+
+    The other way round, what a drain takes between the two reads would be work and that drain no longer starting, so
+    that a second one would be asked for, and find nothing.
+    """
+    if answer := idle(look):
+        return answer
+    flight = in_flight(instance(), watch)
+    stale = look.stale and watch.probe().stale is not False
+    again = Look(watch.backlog(), watch.resting(), watch.busy(), stale)
+    drains, rows = watch.settings.drains_in_flight, watch.rows_per_run()
+    return decide(again, flight, drains=drains, rows_per_run=rows)
 
 
 def _probe(watch: Watch, probed: Probed) -> bool:

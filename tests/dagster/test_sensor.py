@@ -19,6 +19,8 @@ from dagster import (
     build_sensor_context,
 )
 
+from embed_assets.defs.decision import InFlight
+from embed_assets.defs.in_flight import in_flight
 from embed_assets.defs.sensors import Probed
 from embed_assets.errors import EndpointTrouble, ErrorClass, InputRejected
 from embed_assets.resources.embedder import Endpoint
@@ -163,6 +165,21 @@ def test_drains_in_flight_are_counted_by_their_job(project: Project, ticks: Tick
     assert Ticks(project, batch_size=1, waves_per_run=1).asks()
     project.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
     assert "2 drains are in flight" in Ticks(project, batch_size=1).text()
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_what_a_drain_takes_while_the_runs_are_read_asks_for_no_second_one(
+    project: Project, ticks: Ticks, monkeypatch: pytest.MonkeyPatch, reported: bool
+) -> None:
+    def drained_meanwhile(*arguments: Any) -> InFlight:
+        project.drain()
+        return in_flight(*arguments)
+
+    project.put("one")
+    if reported:
+        project.db.execute("SELECT embed_assets.enqueue('posts', ARRAY[1])")
+    monkeypatch.setattr("embed_assets.defs.sensors.in_flight", drained_meanwhile)
+    assert "Nothing due" in ticks.text()
 
 
 @pytest.mark.ids("D08")
