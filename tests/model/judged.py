@@ -132,10 +132,13 @@ class Judged(RuleBasedStateMachine):
         self._remember(slot, changed, say)
 
     def _slot(self, name: str) -> str:
-        if not name.startswith("@"):
+        """`3` is row 3, `@1` the second row that a wave holds, `=1` the second that is indexed and has no entry."""
+        if name.isdigit():
             return name
-        leased = sorted(slot for slot, entry in self.now.entries.items() if entry.status == "leased") or SLOTS
-        return leased[int(name[1:]) % len(leased)]
+        leased = [slot for slot, entry in self.now.entries.items() if entry.status == "leased"]
+        indexed = [slot for slot in self.now.stamps if slot not in self.now.entries]
+        found = sorted(leased if name[0] == "@" else indexed) or SLOTS
+        return found[int(name[1:]) % len(found)]
 
     def _change(self, connection: Any, slot: str, what: str, words: Words) -> bool:
         present = connection.execute("SELECT 1 FROM jobs WHERE id = %s", (slot,)).fetchone() is not None

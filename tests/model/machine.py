@@ -20,8 +20,8 @@ from model.world import SLOTS, Snapshot, Words
 from embed_assets.stop import Stop
 
 WORDS = st.lists(st.sampled_from("abcd"), max_size=3).map(tuple)
-# A row, or the n-th of those that some wave holds: races are about these.
-SLOT = st.sampled_from((*SLOTS, "@0", "@1", "@2", "@0", "@1", "@2"))
+# A row, or the n-th of those that some wave holds, or of those that are done.
+SLOT = st.sampled_from((*SLOTS, "@0", "@1", "@2", "@0", "@1", "@2", "=0", "=1", "=2"))
 WORKER = st.sampled_from((0, 1))
 SAY = st.sampled_from(("", "", "say", "say", "force", "force"))
 PART = st.sampled_from((None, None, None, "even", "odd", "nothing"))

@@ -21,7 +21,8 @@ from embed_assets.resources.assembly import Kind
 from embed_assets.resources.chunk_store import AFTER_CHECK, WRITE
 from embed_assets.stop import Stop
 
-ROUNDS = 8
+# A queue of six rows that is not done after so much goes round in circles.
+ROUNDS, WAVES = 8, 20
 SETTLE_STATEMENT = 3 + len(WRITE) + 1 + len(AFTER_CHECK) + 1
 
 
@@ -222,11 +223,11 @@ class Workers(Judged):
         for attempt in range(ROUNDS):
             self._ripen()
             self._enqueue(attempt % 2, scan=True, reconcile=attempt < 2)
-            worked = False
-            while handle := self._claim(attempt % 2, 6):
-                worked = True
+            waves = 0
+            while waves < WAVES and (handle := self._claim(attempt % 2, 6)):
+                waves += 1
                 self._finish(handle)
-            if not worked and attempt >= 2:
+            if not waves and attempt >= 2:
                 break
         else:
             raise AssertionError("the queue does not come to rest")
