@@ -25,8 +25,9 @@ from embed_assets.embedding import Embedded
 from embed_assets.load import create_jobs_table
 from embed_assets.migrate import migrate
 from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.declaration import bind
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import bind, make_model, make_tables
+from embed_assets.resources.tables import make_model, make_tables
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
 

@@ -1,6 +1,6 @@
 """Declarations: which table, which text, which rows belong in search. And the pure step from a row to its chunks.
 
-What does not belong here: talking to the database (`resources/tables.py` binds a declaration to it).
+What does not belong here: talking to the database (`resources/declaration.py` binds a declaration to it).
 SQL fragments in a declaration are the project's own code, never data.
 """
 

@@ -16,8 +16,8 @@ from psycopg import sql
 from embed_assets.embedding import Embedder
 from embed_assets.errors import ClassifiedError, ConfigurationError
 from embed_assets.queries import query
+from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import BoundCorpus
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,13 @@ from embed_assets.migrate import migrate
 from embed_assets.pipeline import Limits
 from embed_assets.ports import Ports
 from embed_assets.resources.chunk_store import ChunkStore
+from embed_assets.resources.declaration import BoundCorpus, bind
 from embed_assets.resources.embedder import Endpoint, make_embedder
 from embed_assets.resources.enqueuer import Enqueuer
 from embed_assets.resources.lease import LeaseKeeper
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import BoundCorpus, bind, make_model, make_tables
+from embed_assets.resources.tables import make_model, make_tables
 from embed_assets.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from embed_assets.corpus import MAX_ROW_BYTES
 from embed_assets.errors import DatabaseTrouble, EmbedAssetsError, LeaseLost
 from embed_assets.models import Counts, Plan, SourceRow, Wave
 from embed_assets.queries import query
+from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.outbox import fence, parameters
 from embed_assets.resources.postgres import Postgres, Row
-from embed_assets.resources.tables import BoundCorpus
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)

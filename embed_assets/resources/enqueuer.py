@@ -18,8 +18,8 @@ from psycopg import Cursor, sql
 from embed_assets.errors import CorruptRow, LeaseLost, RowRejected
 from embed_assets.models import Enqueued
 from embed_assets.queries import query
+from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
-from embed_assets.resources.tables import BoundCorpus
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)

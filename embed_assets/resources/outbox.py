@@ -17,8 +17,8 @@ from psycopg import Cursor, sql
 from embed_assets.errors import RULES, LeaseLost
 from embed_assets.models import Backlog, Counts, Entry, Failure, Status, Wave
 from embed_assets.queries import query
+from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
-from embed_assets.resources.tables import BoundCorpus
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Postgres: connections, the worker transaction, cancellation. What is asked of it stands in `sql/queries`.
 
-What does not belong here: the queue (`outbox`), the chunk tables (`chunk_store`), declarations (`tables`).
+What does not belong here: the queue (`outbox`), the chunk tables (`chunk_store`), declarations (`declaration`).
 """
 
 from __future__ import annotations

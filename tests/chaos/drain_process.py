@@ -25,8 +25,9 @@ from fakes import HashEmbedder  # noqa: E402  # tests are not installed
 from embed_assets import pipeline  # noqa: E402
 from embed_assets.corpora.jobs import jobs  # noqa: E402
 from embed_assets.resources.assembly import assemble  # noqa: E402
+from embed_assets.resources.declaration import bind  # noqa: E402
 from embed_assets.resources.postgres import Postgres  # noqa: E402
-from embed_assets.resources.tables import bind, make_model, make_tables  # noqa: E402
+from embed_assets.resources.tables import make_model, make_tables  # noqa: E402
 from embed_assets.settings import Settings  # noqa: E402
 from embed_assets.stop import Stop  # noqa: E402
 

@@ -21,9 +21,10 @@ from embed_assets.corpora.jobs import jobs
 from embed_assets.embedding import Embedded, Rejected
 from embed_assets.load import create_jobs_table
 from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.declaration import bind
 from embed_assets.resources.operator import Operator
 from embed_assets.resources.postgres import Postgres, Row, _register, connect
-from embed_assets.resources.tables import bind, make_model, make_tables
+from embed_assets.resources.tables import make_model, make_tables
 from embed_assets.settings import Settings
 
 SLOTS = ("1", "2", "3", "4", "5", "6")

@@ -13,8 +13,9 @@ from embed_assets.corpora.jobs import jobs as jobs_corpus
 from embed_assets.corpus import Plain, TableCorpus
 from embed_assets.load import create_jobs_table
 from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.declaration import bind
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import bind, make_model, make_tables
+from embed_assets.resources.tables import make_model, make_tables
 from embed_assets.settings import Settings
 
 KindMaker = Callable[..., Kind]

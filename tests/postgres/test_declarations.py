@@ -17,8 +17,9 @@ from psycopg.conninfo import make_conninfo
 from embed_assets.corpus import Html, Plain, TableCorpus
 from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.resources.assembly import Kind, open_kind
+from embed_assets.resources.declaration import bind
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import bind, make_model, make_tables
+from embed_assets.resources.tables import make_model, make_tables
 from embed_assets.search import search
 from embed_assets.settings import Settings
 

@@ -19,8 +19,9 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from embed_assets.corpora.jobs import jobs
 from embed_assets.errors import LeaseLost
 from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.declaration import bind
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import bind, make_model, make_tables
+from embed_assets.resources.tables import make_model, make_tables
 from embed_assets.settings import Settings
 
 PGBOUNCER = shutil.which("pgbouncer") or "/usr/sbin/pgbouncer"
