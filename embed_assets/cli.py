@@ -21,6 +21,7 @@ from embed_assets import console
 from embed_assets.cli_operate import operate
 from embed_assets.cli_shared import AsJson, KindName, opened_kind
 from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError, EndpointTrouble
+from embed_assets.fake_server.cli import fake_server
 from embed_assets.models import Counts, Wave
 from embed_assets.resources.assembly import Kind, database_url, find_corpus
 from embed_assets.resources.embedder import make_embedder
@@ -32,6 +33,7 @@ logger = logging.getLogger("embed_assets")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.add_typer(operate)
+app.command("fake-server")(fake_server)
 
 FAILED, CONFIGURATION, INTERRUPTED = 1, 2, 130
 WATCH_SECONDS = 5.0

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import psycopg
 
+from embed_assets.fake_server import vector_for
 from embed_assets.load import create_jobs_table
 from embed_assets.migrate import migrate
 from tests.chaos.embedding_process import sendings
 from tests.chaos.producer import settle, started
 from tests.chaos.surroundings import INTERRUPTED, REQUEST_ITEMS, Program, Surroundings
 from tests.chaos.truth import Facts, facts
-from tests.stub_server import vector_for
 
 FAULTS = (
     "kill drain",

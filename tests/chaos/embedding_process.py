@@ -16,11 +16,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stub_server import Behaviour, Received, StubServer
+from embed_assets.fake_server import Behaviour, FakeServer, Received
 
 
 @dataclass
-class RecordingServer(StubServer):
+class RecordingServer(FakeServer):
     record: str = ""
 
     def __post_init__(self) -> None:

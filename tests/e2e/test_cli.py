@@ -14,7 +14,8 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from stub_server import StubServer
+
+from embed_assets.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]
 ASHBY = ROOT.parent / "shared/data/jobs/ashby-multilingual.jsonl"
@@ -150,7 +151,7 @@ def test_a_signalled_drain_ends_within_seconds_charges_nobody_and_gives_its_leas
     cli, db, database_url, tmp_path, number
 ):
     cli("load", "jobs", str(write_lines(tmp_path / "jobs.jsonl", *(posting(n) for n in range(3)))))
-    with StubServer(dimensions=8, seconds_per_request=60) as stub:
+    with FakeServer(dimensions=8, seconds_per_request=60) as stub:
         endpoint = {"EMBED_PROTOCOL": "tei", "EMBED_URL": stub.url, "EMBED_MODEL": "m", "EMBED_DIMENSIONS": "8"}
         drain = subprocess.Popen(
             [sys.executable, "-m", "embed_assets", "drain", "jobs"],

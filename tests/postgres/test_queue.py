@@ -42,7 +42,6 @@ from postgres.support import (
     wave_row,
 )
 from psycopg.conninfo import make_conninfo
-from stub_server import StubServer
 
 from embed_assets import pipeline
 from embed_assets.corpus import Plain, TableCorpus
@@ -58,6 +57,7 @@ from embed_assets.errors import (
     InputRejected,
     WaveTimeout,
 )
+from embed_assets.fake_server import FakeServer
 from embed_assets.models import Backlog, Failure, Wave
 from embed_assets.queries import query
 from embed_assets.resources import enqueuer as enqueuer_module
@@ -763,14 +763,14 @@ def test_a_drain_with_options_of_its_own_changes_nothing_for_the_next(kind: Kind
             setattr(frozen, name, getattr(frozen, name))
 
 
-def http(server: StubServer, **settings: Any) -> Settings:
+def http(server: FakeServer, **settings: Any) -> Settings:
     given = {"protocol": "tei", "url": server.url, "model": "intfloat/multilingual-e5-base", **settings}
     return Settings(**given | ({"url": server.openai_url} if given["protocol"] == "openai" else {}))
 
 
-def asked(seconds: float = 0.0, **settings: Any) -> StubServer:
+def asked(seconds: float = 0.0, **settings: Any) -> FakeServer:
     """A server that was sent four texts, for a second at most."""
-    with StubServer(seconds_per_request=seconds) as server:
+    with FakeServer(seconds_per_request=seconds) as server:
         embedder = make_embedder(http(server, **settings))
         with suppress(WaveTimeout):
             list(embedder.embed([f"text {at}" for at in range(4)], stop=Stop(seconds=1)))
@@ -780,7 +780,7 @@ def asked(seconds: float = 0.0, **settings: Any) -> StubServer:
 
 def questioned(**settings: Any) -> list[str]:
     """What the server of the drain got of a question."""
-    with StubServer() as server, StubServer() as other:
+    with FakeServer() as server, FakeServer() as other:
         given = http(server, **settings | ({"query_url": other.url} if settings.get("query_url") else {}))
         embedder = make_embedder(given, for_queries=True)
         embedder.embed_query("words", timeout=5)
@@ -789,7 +789,7 @@ def questioned(**settings: Any) -> list[str]:
 
 
 def identity(**settings: Any) -> str:
-    with StubServer() as server:
+    with FakeServer() as server:
         return make_embedder(http(server, **settings)).identity
 
 

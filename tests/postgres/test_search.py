@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from fakes import HashEmbedder, vector_of
 from postgres.support import Db, add_job, add_jobs, connect, drain, enqueue, status, value
-from stub_server import StubServer
 
 from embed_assets import search as search_module
 from embed_assets.console import answer_json
 from embed_assets.embedding import Embedder, HttpEmbedder
 from embed_assets.errors import AnswerContract, ConfigurationError, EndpointTrouble, ErrorClass
+from embed_assets.fake_server import FakeServer
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
 from embed_assets.search import Answer, search
@@ -72,7 +72,7 @@ def test_a_provider_that_is_slow_is_waited_for_no_longer_than_it_may_take(
     job = add_job(db, "<p>marine biology</p>")
     drain(kind)
     monkeypatch.setattr(search_module, "QUERY_SECONDS", 0.3)
-    with StubServer(seconds_per_request=20) as server:
+    with FakeServer(seconds_per_request=20) as server:
         embedder = HttpEmbedder("tei", server.url, identity="hash-8", model="m")
         started = time.monotonic()
         answer = found(kind, "marine", embedder)
