@@ -31,7 +31,7 @@ PLAN_TYPES = ["int8", "text", "int4", "bytea", "text", "text", "text", "int4", "
 LEDGER_TYPES = ["int4", "bytea", "vector", "int4"]
 # In this order; each is one statement whatever the number of rows (sql/queries/chunks.sql).
 WRITE = ("requeue_unplanned", "upsert_chunks", "delete_chunks")
-AFTER_CHECK = ("stamp", "unstamp", "invalidate_similar")
+AFTER_CHECK = ("stamp", "tell_search", "unstamp", "invalidate_similar")
 
 
 class ShortRow(EmbedAssetsError):

@@ -1,15 +1,38 @@
-"""What an external index is told: the feed `search_outbox`, its triggers and the functions that hand it out.
+"""What an external index is told: the feed `search_outbox`, and the triggers that append to it whoever writes chunks.
 
 What does not belong here: searching (`embed_assets/search.py`), and the clearing write that appends removals.
 """
 
 from __future__ import annotations
 
-from psycopg import Cursor
+from psycopg import Cursor, sql
 
 from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
+from embed_assets.resources.made_functions import make_function
 from embed_assets.resources.postgres import Row
+
+TRIGGERS = ("tell_search_insert", "tell_search_update")
+
+
+def make_triggers(cursor: Cursor[Row], bound: BoundCorpus, chunks: sql.Identifier) -> None:
+    """The triggers on one table of the kind's chunks, the parent or a partition, where they are missing.
+
+    Making one waits for writers of that table, never for readers.
+    """
+    tell = _tell(bound)
+    body = query("search_outbox.tell_body", kind=sql.Literal(bound.kind), **bound.fragments())
+    make_function(cursor, "search_outbox.create_tell", body, name=tell, arguments="", tell=tell)
+    for trigger in TRIGGERS:
+        values = {"chunks": chunks.as_string(cursor), "trigger": trigger}
+        row = cursor.execute(query("search_outbox.trigger_missing"), values).fetchone()
+        if row and row["missing"]:
+            event = trigger.rpartition("_")[2]
+            cursor.execute(query(f"search_outbox.create_{event}_trigger", chunks=chunks, tell=tell))
+
+
+def _tell(bound: BoundCorpus) -> sql.Identifier:
+    return sql.Identifier("embed_assets", f"tell_search_{bound.kind}")
 
 
 def queue_all(cursor: Cursor[Row], bound: BoundCorpus) -> int:

@@ -15,6 +15,7 @@ from embed_assets.errors import ConfigurationError
 from embed_assets.queries import query
 from embed_assets.resources.declaration import KEY_TYPES, MAINTAINER, BoundCorpus, rights
 from embed_assets.resources.postgres import Postgres, Row
+from embed_assets.resources.search_outbox import make_triggers
 
 ATTACH_TRIES = 20
 
@@ -23,11 +24,13 @@ ATTACH_TRIES = 20
 def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
     """The kind's row, chunk table and similar table, where they are missing."""
     with postgres.transaction() as cursor:
+        cursor.execute(query("migrate.lock_transaction"))
         cursor.execute(query("corpus.register_kind"), {"kind": bound.kind})
         cursor.execute(query("corpus.register_scan"), {"kind": bound.kind})
         # The source's own collation: comparing keys of two collations, Postgres can use no index.
         key_type = sql.SQL("{}{}").format(sql.SQL(KEY_TYPES[bound.key_type]), bound.collation)
         cursor.execute(query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key))
+        make_triggers(cursor, bound, bound.chunks)
         if bound.corpus.similar:
             similar = sql.Identifier("embed_assets", f"similar_{bound.kind}")
             cursor.execute(query("chunks.create_similar_table", similar=similar))
@@ -95,6 +98,7 @@ def _create_and_attach(cursor: psycopg.Cursor[Row], bound: BoundCorpus, model_id
         "create_partition",
         "create_partition_key",
         "create_partition_hash_index",
-        "attach_partition",
     ):
         cursor.execute(query(f"chunks.{step}", **parts))
+    make_triggers(cursor, bound, bound.partition(model_id))
+    cursor.execute(query("chunks.attach_partition", **parts))

@@ -194,6 +194,8 @@ CREATE TABLE embed_assets.search_outbox (
     op text NOT NULL CHECK (op IN ('upsert', 'remove')),
     at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
+CREATE INDEX search_outbox_by_kind ON embed_assets.search_outbox (kind, id);
+CREATE INDEX search_outbox_by_source ON embed_assets.search_outbox (kind, source_id, id);
 
 -- Shared by all processes, so that one endpoint's trouble is met once.
 CREATE TABLE embed_assets.embedding_endpoints (

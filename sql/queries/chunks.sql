@@ -297,6 +297,22 @@ chunk_count = excluded.chunk_count,
 embedded_at = clock_timestamp(),
 wave_id = excluded.wave_id;
 
+-- name: tell_search
+-- The chunk table's triggers tell the rows that they saw written while they belonged in search. Told here is what they
+-- do not see: a row that only became shorter, and one that was unindexable for the moment in which they looked. Nobody
+-- else would tell it: if it is indexable again by the next look, its stamp is as good as any.
+INSERT INTO embed_assets.search_outbox (kind, source_id, op)
+SELECT p.kind, p.source_id, 'upsert'
+FROM {planned} AS p
+INNER JOIN embed_assets.corpora AS k ON k.kind = p.kind AND k.active_model_id = p.model_id
+WHERE
+    p.action = 'embed'
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.search_outbox AS told
+        WHERE told.kind = p.kind AND told.source_id = p.source_id AND told.xmin = pg_current_xact_id()::xid
+    )
+ORDER BY p.source_id;
+
 -- name: unstamp
 -- A cleared row loses its stamp of every model; where search knew it, the removal is told.
 WITH cleared AS MATERIALIZED (

@@ -3,6 +3,10 @@
 -- name: lock
 SELECT pg_advisory_lock(1701667428, 0);
 
+-- name: lock_transaction
+-- What is made from a declaration is made by one process at a time, and not while migrations run.
+SELECT pg_advisory_xact_lock(1701667428, 0);
+
 -- name: unlock
 SELECT pg_advisory_unlock(1701667428, 0);
 

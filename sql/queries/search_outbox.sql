@@ -8,3 +8,36 @@ SELECT %(kind)s, source.source_id, 'upsert'
 FROM {source} AS source
 WHERE source.indexable
 ORDER BY source.source_id;
+
+-- name: function_source
+SELECT p.prosrc AS body FROM pg_proc AS p WHERE p.oid = to_regprocedure(%(name)s);
+
+-- name: trigger_missing
+SELECT
+    NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = to_regclass(%(chunks)s) AND t.tgname = %(trigger)s)
+        AS missing;
+
+-- name: tell_body
+-- One statement of whoever writes chunks tells each row once: indexable rows of the active model only.
+BEGIN
+    INSERT INTO embed_assets.search_outbox (kind, source_id, op)
+    SELECT DISTINCT k.kind, source.source_id, 'upsert'
+    FROM written AS w
+    INNER JOIN embed_assets.corpora AS k ON k.kind = {kind} AND k.active_model_id = w.model_id
+    INNER JOIN {source} AS source ON source.key = w.{key}
+    WHERE source.indexable
+    ORDER BY source.source_id;
+    RETURN NULL;
+END
+
+-- name: create_tell
+CREATE OR REPLACE FUNCTION {tell}() RETURNS trigger LANGUAGE plpgsql AS {body};
+
+-- name: create_insert_trigger
+-- A trigger fires for statements that name its own table only: the parent has these two, and each partition.
+CREATE TRIGGER tell_search_insert AFTER INSERT ON {chunks}
+REFERENCING NEW TABLE AS written FOR EACH STATEMENT EXECUTE FUNCTION {tell}();
+
+-- name: create_update_trigger
+CREATE TRIGGER tell_search_update AFTER UPDATE ON {chunks}
+REFERENCING NEW TABLE AS written FOR EACH STATEMENT EXECUTE FUNCTION {tell}();

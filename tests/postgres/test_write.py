@@ -332,7 +332,7 @@ def test_chunks_are_inserted_by_one_statement_and_deleted_by_one_whatever_the_nu
         write(kind, wave)
     assert value(db, "SELECT count(*) FROM embed_assets.job_semantic_chunks") == 7
     assert rows(db, "SELECT event FROM statements") == ["INSERT", "DELETE"] * 2
-    assert asked.asked == 14
+    assert asked.asked == 15
 
 
 @pytest.mark.ids("A-41")
