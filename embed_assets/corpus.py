@@ -7,6 +7,8 @@ SQL fragments in a declaration are the project's own code, never data.
 from __future__ import annotations
 
 import hashlib
+import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,17 @@ from string import Formatter
 
 from embed_assets.errors import DeclarationError, TooLarge
 from embed_assets.models import Chunk, Plan, SourceRow
-from embed_assets.text.chunk import chunk, text_hash
-from embed_assets.text.html import html_to_text, normalise
+from embed_assets.text import (
+    HeadingPaths,
+    Section,
+    cut,
+    html_to_sections,
+    joined,
+    markdown_to_sections,
+    normalise,
+    text_hash,
+    under,
+)
 
 TEXT_VERSION = "chunked-v1"
 MAX_ROW_BYTES = 8_000_000
@@ -27,20 +38,43 @@ _WORD = re.compile(r"[a-z][a-z0-9_]{0,39}\Z")
 
 @dataclass(frozen=True)
 class Plain:
-    """A column that holds plain text."""
+    """A column that holds plain text. `heading`: a line put above it, unless the column is empty."""
 
     column: str
+    heading: str | None = None
 
-    def to_text(self, value: str) -> str:
-        return normalise(value)
+    def sections(self, value: str | None) -> list[Section]:
+        """The column's text by headings; no section without text. NULL is empty."""
+        found = self._read(value) if value else []
+        return under(self.heading, found) if self.heading else found
+
+    def _read(self, value: str) -> list[Section]:
+        text = normalise(value)
+        return [Section((), text)] if text else []
 
 
 @dataclass(frozen=True)
 class Html(Plain):
     """A column that holds HTML."""
 
-    def to_text(self, value: str) -> str:
-        return html_to_text(value)
+    def _read(self, value: str) -> list[Section]:
+        return html_to_sections(value)
+
+
+@dataclass(frozen=True)
+class EscapedHtml(Plain):
+    """A column that holds HTML whose tags are written as entities (`&lt;p&gt;`), as Greenhouse gives it."""
+
+    def _read(self, value: str) -> list[Section]:
+        return html_to_sections(html.unescape(value))
+
+
+@dataclass(frozen=True)
+class Markdown(Plain):
+    """A column that holds GitHub-flavoured Markdown."""
+
+    def _read(self, value: str) -> list[Section]:
+        return markdown_to_sections(value)
 
 
 @dataclass(frozen=True)
@@ -55,7 +89,8 @@ class Similar:
 class TableCorpus:
     """One table of yours and its rules. Nothing in it is ever altered.
 
-    `text`: a column or several (`Html`, `Plain`); a view serves for joins. `prefix`: put before each chunk that is
+    `text`: a column or several (`Plain`, `Html`, `EscapedHtml`, `Markdown`), each with a `heading` if you like; a view
+    serves for joins. `prefix`: put before each chunk that is
     sent, with `{column}` fields. `revision`: an SQL expression that changes when the content does; without it, the
     md5 of the columns read here. `indexable`: an SQL condition, whether the row belongs in search now. `order`:
     `freshest` first by `fresh_at`, or `oldest` request first. `legacy_embedding`: a column, where the table has one,
@@ -84,6 +119,8 @@ class TableCorpus:
             raise self._wrong("order", f"'{self.order}' is neither 'freshest' nor 'oldest'")
         if not self.columns:
             raise self._wrong("text", "names no column")
+        if any(column.heading is not None and not column.heading.strip() for column in self.columns):
+            raise self._wrong("text", "has a blank heading; leave it out where a column needs none")
         if not 100 <= self.max_chars <= 8000 or not 0 <= self.overlap < self.max_chars:
             raise self._wrong("max_chars", "must be 100 to 8000 code points, and overlap below it")
         if not self.indexable.strip():
@@ -132,8 +169,8 @@ class TableCorpus:
 
     def identity_of(self, embedder_identity: str) -> str:
         """The embedder identity: whatever changes a vector changes this string, hence re-embeds."""
-        parts = [type(c).__name__ + c.column for c in self.columns]
-        rules = "\x1f".join([*parts, self.prefix, str(self.max_chars), str(self.overlap)])
+        columns = [[type(c).__name__, c.column, c.heading] for c in self.columns]
+        rules = json.dumps([columns, self.prefix, self.max_chars, self.overlap])
         return f"{embedder_identity}-{TEXT_VERSION}-{hashlib.sha256(rules.encode()).hexdigest()[:8]}"
 
     def plan(self, row: SourceRow, *, max_chars: int | None = None) -> Plan:
@@ -153,13 +190,14 @@ class TableCorpus:
 
     def _chunks(self, row: SourceRow, max_chars: int) -> tuple[Chunk, ...]:
         prefix = self.prefix.format_map(_Fields(row.fields or {}))
-        texts = (c.to_text(v) for c, v in zip(self.columns, row.texts or (), strict=True) if v)
-        body = "\n\n".join(text for text in texts if text)
+        texts = zip(self.columns, row.texts or (), strict=True)
+        sections = [section for column, value in texts for section in column.sections(value)]
+        paths = HeadingPaths(sections)
         room = max(SMALLEST_CHUNK, max_chars - len(prefix))  # the prefix is part of what is sent
         overlap = min(self.overlap, room // 2)
         return tuple(
-            Chunk(part, prefix + part, text_hash(prefix + part))
-            for part in chunk(body, max_chars=room, overlap=overlap)
+            Chunk(part, prefix + part, text_hash(prefix + part), paths.at(start))
+            for start, part in cut(joined(sections), max_chars=room, overlap=overlap)
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from embed_assets.text.html import well_formed
+from embed_assets.text import well_formed
 
 BATCH_ROWS = 500
 BATCH_BYTES = 4_000_000

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import regex
 
@@ -57,14 +58,21 @@ def check_size(text: str) -> None:
         )
 
 
-def chunk(
+class Piece(NamedTuple):
+    """`start`: where the piece's own text, without what it repeats of the one before, begins in the whole."""
+
+    start: int
+    text: str
+
+
+def cut(
     text: str,
     *,
     max_chars: int = 2000,
     overlap: int = 0,
     count_tokens: CountTokens | None = None,
     max_tokens: int | None = None,
-) -> list[str]:
+) -> list[Piece]:
     """Pieces of at most `max_chars` code points and `max_tokens` tokens that hold every visible character.
 
     A piece ends inside a grapheme only where the grapheme alone is over a limit; one code point is the
@@ -79,7 +87,7 @@ def chunk(
         )
     check_size(text)
     count = count_tokens if max_tokens else None
-    return _Cutter(text, max_chars, overlap, count, max_tokens or 0).chunks()
+    return _Cutter(text, max_chars, overlap, count, max_tokens or 0).pieces()
 
 
 class _Cutter:
@@ -89,14 +97,14 @@ class _Cutter:
         self._text, self._overlap, self._count, self._max_tokens = text, overlap, count, max_tokens
         self._room = self._limit = max_chars - overlap
 
-    def chunks(self) -> list[str]:
-        chunks: list[str] = []
+    def pieces(self) -> list[Piece]:
+        pieces: list[Piece] = []
         for start, end in self._spans():
             if _VISIBLE.search(self._text, start, end):
-                chunks.append(self._with_overlap(start, end))
-            if len(chunks) > MAX_CHUNKS:
+                pieces.append(Piece(start, self._with_overlap(start, end)))
+            if len(pieces) > MAX_CHUNKS:
                 raise TooLarge(f"the text makes more than {MAX_CHUNKS:,} chunks; split the row", code="too_many_chunks")
-        return chunks
+        return pieces
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         start = self._skip_space(0)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from embed_assets.corpora.jobs import jobs
-from embed_assets.corpus import MAX_ROW_BYTES, Html, Plain, Registry, Similar, TableCorpus
+from embed_assets.corpus import (
+    MAX_ROW_BYTES,
+    EscapedHtml,
+    Html,
+    Markdown,
+    Plain,
+    Registry,
+    Similar,
+    TableCorpus,
+)
 from embed_assets.errors import DeclarationError, TooLarge
 from embed_assets.models import SourceRow
 
@@ -77,6 +86,68 @@ def test_several_columns_become_one_text_in_the_order_of_the_declaration():
     assert sent(several, row("<b>One</b>", None, "<b>")) == ["One\n\n<b>"]
 
 
+@pytest.mark.ids("A-48", "T18")
+def test_each_column_is_read_as_its_kind_and_stands_below_its_heading():
+    several = corpus(
+        text=[
+            Plain("summary"),
+            Html("duties", heading="Your duties"),
+            Markdown("profile", heading="Your\n profile "),
+            EscapedHtml("offer", heading="We offer"),
+            Plain("notes", heading="Notes"),
+        ]
+    )
+    columns = ["1 < 2", "<p>Bake &amp; sell</p>", "**Early** riser", "&lt;p&gt;Bread&lt;/p&gt;", "<none>"]
+    assert sent(several, row(*columns)) == [
+        "1 < 2\n\nYour duties\nBake & sell\n\nYour profile\nEarly riser\n\nWe offer\nBread\n\nNotes\n<none>"
+    ]
+    assert sent(several, row(None, "<p></p>", " ", "&lt;p&gt;&lt;/p&gt;", "seen")) == ["Notes\nseen"]
+    assert sent(several, row(None, None, "", "&amp;nbsp;", "\n")) == []
+
+
+@pytest.mark.ids("A-48")
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("&lt;p&gt;Fish &amp;amp; chips&lt;/p&gt;&lt;p&gt;caf&amp;eacute;&lt;/p&gt;", "Fish & chips\n\ncafé"),
+        ("&lt;p&gt;a&amp;nbsp;b&lt;/p&gt;", "a b"),
+        ("&lt;p&gt;write &amp;amp;lt;b&amp;amp;gt;&lt;/p&gt;", "write &lt;b&gt;"),
+        ("&#60;p&#62;x&#60;/p&#62;&#x3C;p&#x3E;y", "x\n\ny"),
+        ("<p>as it is</p>", "as it is"),
+    ],
+)
+def test_escaped_html_is_unescaped_exactly_once(value: str, text: str):
+    assert sent(corpus(text=EscapedHtml("body")), row(value)) == [text]
+
+
+def test_a_chunk_knows_the_headings_above_where_it_begins():
+    words = "word " * 60
+    several = corpus(text=[Plain("intro"), Markdown("body", heading="Policy")], max_chars=400)
+    body = f'{words}\n\n# Leave\n\n{words}\n\n## Parents\n\n{words}\n\n{words}\n\n# "Travel"\n\n{words}'
+    assert [(chunk.body.split("\n")[0][:8], chunk.heading_path) for chunk in several.plan(row(words, body)).chunks] == [
+        ("word wor", None),
+        ("Policy", '["Policy"]'),
+        ("Leave", '["Policy", "Leave"]'),
+        ("Parents", '["Policy", "Leave", "Parents"]'),
+        ("word wor", '["Policy", "Leave", "Parents"]'),
+        ('"Travel"', r'["Policy", "\"Travel\""]'),
+    ]
+
+
+def test_headings_above_a_chunk_are_no_part_of_what_is_sent():
+    text = "# {}\n\n" + "word " * 60 + "\n\n" + "tail " * 60
+    before, after = (corpus(text=Markdown("body"), max_chars=400).plan(row(text.format(name))).chunks for name in "AB")
+    assert before[1].text_hash == after[1].text_hash
+    assert (before[1].heading_path, after[1].heading_path) == ('["A"]', '["B"]')
+
+
+def test_an_overlap_leaves_a_chunk_below_its_own_heading():
+    text = "# A\n\n" + "word " * 60 + "\n\n# B\n\n" + "tail " * 60
+    chunks = corpus(text=Markdown("body"), max_chars=500, overlap=100).plan(row(text)).chunks
+    assert chunks[1].body.startswith("word")
+    assert [chunk.heading_path for chunk in chunks] == ['["A"]', '["B"]']
+
+
 def test_chunks_keep_to_the_declared_size_and_to_a_smaller_one_on_demand():
     words = "word " * 2000
     for asked, most in ((None, 500), (125, 125)):
@@ -128,6 +199,9 @@ def test_a_row_of_more_chunks_than_may_be_is_too_large():
     [
         {"prefix": "query: "},
         {"text": Html("body")},
+        {"text": Markdown("body")},
+        {"text": EscapedHtml("body")},
+        {"text": Plain("body", heading="Body")},
         {"text": Plain("other")},
         {"text": [Plain("body"), Plain("other")]},
         {"max_chars": 1999},
@@ -163,6 +237,7 @@ def test_what_changes_no_vector_leaves_the_identity_alone():
         ({"key": "per%cent"}, "key 'per%cent' holds a percent sign"),
         ({"order": "newest"}, "order 'newest' is neither"),
         ({"text": []}, "text names no column"),
+        ({"text": Plain("body", heading=" ")}, "text has a blank heading"),
         ({"max_chars": 99}, "max_chars must be"),
         ({"max_chars": 8001}, "max_chars must be"),
         ({"overlap": -1}, "max_chars must be"),
