@@ -24,10 +24,10 @@ from embed_assets.corpora.jobs import jobs
 from embed_assets.embedding import Embedded
 from embed_assets.load import create_jobs_table
 from embed_assets.migrate import migrate
-from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.assembly import Kind, assemble, maintained
 from embed_assets.resources.declaration import bind
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import make_model, make_tables
+from embed_assets.resources.tables import make_tables
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
 
@@ -69,9 +69,8 @@ def fresh_kind(url: str) -> Iterator[tuple[Kind, psycopg.Connection]]:
         postgres, embedder = Postgres(url), InstantEmbedder()
         bound = bind(postgres, jobs)
         make_tables(postgres, bound)
-        identity = jobs.identity_of(embedder.identity)
-        model_id = make_model(postgres, bound, identity, DIMENSIONS)
-        kind = assemble(load_settings(), postgres, bound, embedder, identity, model_id)
+        settings = load_settings()
+        kind = assemble(settings, postgres, bound, [maintained(settings, postgres, bound, jobs, embedder)])
         yield kind, db
         kind.close()
 

@@ -6,25 +6,21 @@ What does not belong here: any decision about rows (`pipeline`), what is printed
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from embed_assets import console
+from embed_assets.cli_models import models_app
 from embed_assets.cli_operate import operate
-from embed_assets.cli_shared import AsJson, KindName, opened_kind
+from embed_assets.cli_shared import AsJson, KindName, opened_kind, until_signalled
 from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError, EndpointTrouble
 from embed_assets.fake_server.cli import fake_server
 from embed_assets.models import Counts, Wave
-from embed_assets.resources.assembly import Kind, database_url, find_corpus
-from embed_assets.resources.embedder import make_embedder
+from embed_assets.resources.assembly import Kind, database_url, find_corpus, query_embedders
 from embed_assets.resources.operator import Operator
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
@@ -34,6 +30,7 @@ logger = logging.getLogger("embed_assets")
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.add_typer(operate)
 app.command("fake-server")(fake_server)
+app.add_typer(models_app)
 
 FAILED, CONFIGURATION, INTERRUPTED = 1, 2, 130
 WATCH_SECONDS = 5.0
@@ -96,14 +93,16 @@ def drain(
     allow_clear: Annotated[bool, typer.Option(help="Believe a source that lost more than half of its rows.")] = False,
 ) -> None:
     """Enqueue what is stale, then embed and write wave after wave until nothing is due."""
-    with opened_kind(kind) as opened, _until_signalled(opened) as stop:
+    with opened_kind(kind) as opened, until_signalled(opened.postgres) as stop:
         _await_endpoint(opened, stop, watch)
         total = _drain(opened, stop, scan=True, allow_clear=allow_clear)
+        _advance(opened, stop)
         while watch:
             try:
                 _await_endpoint(opened, stop, watch)
                 if opened.outbox.backlog().work or opened.outbox.stale():
                     total += _drain(opened, stop, scan=False, allow_clear=allow_clear)
+                    _advance(opened, stop)
             except EndpointTrouble as error:
                 console.explain(str(error))
             stop.sleep(WATCH_SECONDS)
@@ -135,9 +134,10 @@ def search(
     from embed_assets.search import search as find
 
     with opened_kind(kind) as opened:
-        embedder = make_embedder(opened.settings, for_queries=True)
-        answer = find(opened.postgres, opened.bound, embedder, text, k=k)
-        embedder.close()
+        embedders = query_embedders(opened.settings, find_corpus(opened.settings, kind))
+        answer = find(opened.postgres, opened.bound, embedders, text, k=k)
+        for embedder in embedders.values():
+            embedder.close()
     if as_json:
         typer.echo(console.answer_json(answer))
     else:
@@ -190,26 +190,9 @@ def dev(
     raise typer.Exit(run_dev(load_settings(), host=host, port=port))
 
 
-@contextmanager
-def _until_signalled(kind: Kind) -> Iterator[Stop]:
-    """SIGINT and SIGTERM end the work within seconds: the scope is cancelled, and so is a statement that runs."""
-    stop = Stop()
-
-    def end(*_: object) -> None:
-        stop.cancel()
-        threading.Thread(target=kind.postgres.cancel, daemon=True).start()
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _await_endpoint(kind: Kind, stop: Stop, watch: bool) -> None:
     """Leave a resting endpoint alone. A refused one is asked all the same: an operator who drains has mended it."""
-    while (rest := kind.endpoint.resting()) and rest.state != "refused":
+    while (rest := kind.resting()) and rest.state != "refused":
         if not watch and rest.seconds > PATIENCE_SECONDS:
             raise EmbedAssetsError(
                 f"The embedding endpoint rests for {rest.seconds:.0f} s more ({rest.reason}). Nothing is lost; drain "
@@ -242,6 +225,13 @@ def _drain(kind: Kind, stop: Stop, *, scan: bool, allow_clear: bool) -> Counts:
     console.err.print(console.enqueued_line(enqueued), markup=False)
     console.out.print(console.final_line(total), markup=False)
     return total
+
+
+def _advance(kind: Kind, stop: Stop) -> None:
+    """What was loaded is indexed, and what was built beside is judged: there need be no Dagster for it."""
+    if kind.life.waiting(automatic=kind.settings.switch == "automatic"):
+        for line in kind.life.advance(stop):
+            console.err.print(line, markup=False)
 
 
 def _pairs(option: str, values: list[str] | None) -> dict[str, str]:

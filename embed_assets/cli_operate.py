@@ -16,6 +16,7 @@ from embed_assets import console
 from embed_assets.cli_shared import AsJson, KindName, opened_kind
 from embed_assets.resources.operator import DeadLetters, Operator
 from embed_assets.resources.retention import purge as forget
+from embed_assets.stop import Stop
 
 operate = typer.Typer()
 
@@ -82,9 +83,11 @@ def resume(kind: KindName) -> None:
 
 @operate.command()
 def purge(kind: KindName) -> None:
-    """Forget what is older than EMBED_RETENTION_DAYS (the ledger: 48 h)."""
+    """Forget what is older than EMBED_RETENTION_DAYS (the ledger: 48 h; retired models: EMBED_ROLLBACK_DAYS)."""
     with opened_kind(kind) as opened:
         deleted = forget(opened.postgres, days=opened.settings.retention_days)
+        dropped = opened.life.drop_retired(days=opened.settings.rollback_days, stop=Stop())
+        deleted |= {"retired models": len(dropped)} if dropped else {}
     console.out.print(", ".join(f"{table} {rows}" for table, rows in deleted.items()) or "everything is kept")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -9,7 +11,9 @@ from typing import Annotated
 import typer
 
 from embed_assets.resources.assembly import Kind, find_corpus, open_kind
+from embed_assets.resources.postgres import Postgres
 from embed_assets.settings import load_settings
+from embed_assets.stop import Stop
 
 KindName = Annotated[str, typer.Argument(metavar="KIND", help="A declared kind, for example jobs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
@@ -24,3 +28,20 @@ def opened_kind(kind: str) -> Iterator[Kind]:
         yield opened
     finally:
         opened.close()
+
+
+@contextmanager
+def until_signalled(postgres: Postgres) -> Iterator[Stop]:
+    """SIGINT and SIGTERM end the work within seconds: the scope is cancelled, and so is a statement that runs."""
+    stop = Stop()
+
+    def end(*_: object) -> None:
+        stop.cancel()
+        threading.Thread(target=postgres.cancel, daemon=True).start()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

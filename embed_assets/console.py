@@ -13,7 +13,9 @@ from rich.table import Table
 
 from embed_assets.load import LoadReport
 from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
+from embed_assets.resources.model_life import Model
 from embed_assets.resources.operator import DeadLetters, Latency
+from embed_assets.resources.vector_index import IndexState
 from embed_assets.search import Answer
 
 out = Console(highlight=False, soft_wrap=True)
@@ -99,6 +101,20 @@ def status_table(status: Status, backlog: Backlog) -> Table:
         table.add_row(state, str(status.counts.get(state, 0)), MEANINGS[state])
     table.add_section()
     table.add_row("total", str(status.total), "paused" if backlog.paused else "")
+    return table
+
+
+def models_table(models: Sequence[tuple[Model, IndexState]]) -> Table:
+    table = Table(title="models", title_justify="left")
+    for heading in ("model", "width", "state", "rows", "index", "what it waits for"):
+        table.add_column(heading, justify="right" if heading in ("width", "rows") else "left", overflow="fold")
+    for model, index in models:
+        since = model.retired_at if model.state == "retired" else model.target_since if model.target else None
+        state = f"{model.state} since {since:%Y-%m-%d %H:%M}" if since else model.state
+        built = "ready" if index.valid else f"building, {index.done:.0%}" if index.building else "none"
+        table.add_row(
+            model.identity, str(model.dimensions), state, str(model.stamped), built, "" if model.active else model.unmet
+        )
     return table
 
 

@@ -157,7 +157,7 @@ def drain(
     on_enqueued(enqueued)
     total = Counts()
     for wave in claim(ports, run_id, limits, failed_before=began, stop=stop):
-        counts = work(ports, wave, limits, stop)
+        counts = work(ports.of(wave), wave, limits, stop)
         total += counts
         report(wave, counts, total)
     return enqueued, total

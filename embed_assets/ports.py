@@ -4,8 +4,8 @@ conformance suite holds both to the same behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
@@ -59,7 +59,10 @@ class KeeperPort(Protocol):
 
 @dataclass(frozen=True)
 class Ports:
-    """Everything the stages of one kind work with. Real ones in `resources`, in-memory ones in the tests."""
+    """Everything the stages of one kind work with. Real ones in `resources`, in-memory ones in the tests.
+
+    `others`: the ports of the other models that are maintained, by their id; a wave is of one model.
+    """
 
     corpus: CorpusPort
     enqueuer: EnqueuerPort
@@ -68,3 +71,8 @@ class Ports:
     embedder: Embedder
     endpoint: EndpointPort
     keeper: KeeperPort
+    others: Mapping[int, Ports] = field(default_factory=dict)
+
+    def of(self, wave: Wave) -> Ports:
+        """The ports of the wave's own model."""
+        return self.others.get(wave.model_id, self)

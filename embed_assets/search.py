@@ -43,15 +43,18 @@ class Answer:
     reason: str | None = None
 
 
-def search(postgres: Postgres, bound: BoundCorpus, embedder: Embedder | None, text: str, *, k: int = 10) -> Answer:
+def search(
+    postgres: Postgres, bound: BoundCorpus, embedders: Mapping[str, Embedder], text: str, *, k: int = 10
+) -> Answer:
     """The `k` best rows for a question. Without an embedder, on its error or after 10 s: lexical.
 
-    Raises ConfigurationError when the kind has no active model, or the embedder is another than the active one.
+    `embedders` by the identity of the model whose questions they embed (`query_embedders`): the active one is asked,
+    so that a switch of models in the middle mixes no spaces. Raises ConfigurationError when nothing is indexed yet.
     """
     active = postgres.one("corpus.identity_of_active", {"kind": bound.kind})
     if active is None:
         raise ConfigurationError(f"Nothing of '{bound.kind}' is indexed yet. Run 'embed-assets drain {bound.kind}'.")
-    vector, reason = _query_vector(embedder, text, bound.corpus.identity_of, active["identity"])
+    vector, reason = _query_vector(embedders, text, active["identity"])
     fragments = bound.fragments(active["id"], dimensions=sql.Literal(active["dimensions"]))
     name = "search.lexical" if vector is None else "search.nearest"
     values = {"k": k, "text": text.replace("\x00", " "), "query": None if vector is None else Vector(vector)}
@@ -72,16 +75,14 @@ def search(postgres: Postgres, bound: BoundCorpus, embedder: Embedder | None, te
 
 
 def _query_vector(
-    embedder: Embedder | None, text: str, identity_of: object, active: str
+    embedders: Mapping[str, Embedder], text: str, active: str
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]] | None, str | None]:
-    if embedder is None:
-        return None, "no embedder is configured"
     if not text.strip():
         return None, "the question is empty"
-    if identity_of(embedder.identity) != active:  # type: ignore[operator]
-        return None, f"the active model is {active}, another than the configured one"
+    if active not in embedders:
+        return None, f"no embedder is configured for the active model {active}"
     try:
-        return embedder.embed_query(text, timeout=QUERY_SECONDS), None
+        return embedders[active].embed_query(text, timeout=QUERY_SECONDS), None
     except ClassifiedError as error:
         logger.warning("semantic search is unavailable: %s", error.code)
         return None, str(error)

@@ -21,6 +21,7 @@ FLOORS = {
     "max_attempts": 1,
     "waves_per_run": 1,
     "drains_in_flight": 1,
+    "switch_queries": 20,
 }
 
 
@@ -39,6 +40,19 @@ class Settings(BaseSettings):
     model: str | None = None
     dimensions: int | None = Field(None, ge=1, le=16000)
     prefix_by: Literal["client", "server"] = "client"
+    active_protocol: Literal["local", "tei", "hf", "openai"] | None = None
+    active_url: str | None = None
+    active_query_url: str | None = None
+    active_api_key: SecretStr | None = None
+    active_model: str | None = None
+    active_dimensions: int | None = Field(None, ge=1, le=16000)
+    active_prefix_by: Literal["client", "server"] | None = None
+    switch: Literal["automatic", "operator"] = "automatic"
+    switch_missing_percent: float = Field(1, ge=0, le=100)
+    switch_dead_percent: float = Field(1, ge=0, le=100)
+    switch_recall_percent: float = Field(95, ge=0, le=100)
+    switch_queries: int = 200
+    rollback_days: float = Field(7, ge=0)
     batch_size: int = 500
     concurrency: int = 1
     request_items: int = 32
@@ -53,7 +67,12 @@ class Settings(BaseSettings):
     retention_days: float = 14
     reconcile_seconds: float = Field(3600, gt=0)
 
-    @field_validator("database_url", "url", "query_url", "api_key", "model", "dimensions", mode="before")
+    @field_validator(
+        *("database_url", "url", "query_url", "api_key", "model", "dimensions"),
+        *("active_protocol", "active_url", "active_query_url", "active_api_key", "active_model"),
+        *("active_dimensions", "active_prefix_by"),
+        mode="before",
+    )
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         return None if value == "" else value
@@ -66,6 +85,22 @@ class Settings(BaseSettings):
             logger.warning("EMBED_%s=%s is below its floor; %s is used", info.field_name.upper(), value, floor)
             return floor
         return value
+
+    def of_active(self) -> Settings | None:
+        """These settings with the embedder of EMBED_ACTIVE_*, or None when EMBED_ACTIVE_PROTOCOL is not set."""
+        if self.active_protocol is None:
+            return None
+        return self.model_copy(
+            update={
+                "protocol": self.active_protocol,
+                "url": self.active_url,
+                "query_url": self.active_query_url,
+                "api_key": self.active_api_key,
+                "model": self.active_model,
+                "dimensions": self.active_dimensions,
+                "prefix_by": self.active_prefix_by or "client",
+            }
+        )
 
     @property
     def home_path(self) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dagster import Definitions, in_process_executor
 
 from embed_assets.corpus import TableCorpus
-from embed_assets.defs import jobs, schedules, sensors
+from embed_assets.defs import jobs, models, schedules, sensors
 from embed_assets.defs.assets.outbox import semantic_outbox
 from embed_assets.defs.assets.similar import similar_invalidations
 from embed_assets.defs.assets.waves import chunk_embeddings, claimed_waves, semantic_chunks
@@ -40,11 +40,15 @@ def build_definitions(
     opened = OpenKinds(settings or load_settings(), corpora, embedder)
     kinds = opened.registry.kinds
     drains = {kind: jobs.drain(kind) for kind in kinds}
+    advances = {kind: models.advance(kind) for kind in kinds}
     care = maintenance(kinds)
     return Definitions(
         assets=[make(kind) for kind in kinds for make in CHAIN],
-        jobs=[*drains.values(), care],
-        sensors=[sensors.outbox(kind, job, opened) for kind, job in drains.items()],
+        jobs=[*drains.values(), *advances.values(), care],
+        sensors=[
+            *(sensors.outbox(kind, job, opened) for kind, job in drains.items()),
+            *(models.waiting(kind, job, opened) for kind, job in advances.items()),
+        ],
         schedules=[*(schedules.scan(kind, job, opened) for kind, job in drains.items()), daily(care)],
         resources=resources(opened),
         executor=in_process_executor,

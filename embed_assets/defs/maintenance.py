@@ -24,13 +24,17 @@ NAME = "maintenance"
 def maintenance(kinds: list[str]) -> JobDefinition:
     @op(
         out=Out(Nothing),
-        description="Forget log, closed waves and unread feeds after EMBED_RETENTION_DAYS, the ledger after 48 h.",
+        description="Forget log, closed waves and unread feeds after EMBED_RETENTION_DAYS, the ledger after 48 h, and "
+        "the vectors of models that were retired EMBED_ROLLBACK_DAYS ago.",
     )
     def purge(context: OpExecutionContext, postgres: PostgresResource) -> None:
         for kind in kinds[:1]:  # the fixed tables are shared by all kinds
             deleted = postgres.purge(kind)
             counts = ", ".join(f"{table} {rows}" for table, rows in deleted.items())
             context.log.info("deleted: %s", counts or "nothing")
+        for kind in kinds:
+            for model_id in postgres.drop_retired(kind):
+                context.log.info("%s: the partition of model %s is dropped", kind, model_id)
 
     @op(ins={"purged": In(Nothing)}, out=Out(Nothing), description="Scan every kind; reconcile its facts where due.")
     def reconcile(context: OpExecutionContext, outbox: OutboxResource) -> None:

@@ -28,6 +28,10 @@ def drain_job(kind: str) -> str:
     return f"{kind}_drain"
 
 
+def models_job(kind: str) -> str:
+    return f"{kind}_models"
+
+
 def runs_stage(run: DagsterRun, kind: str, stage: str) -> bool:
     """Whether this run is going to run that stage: no selection means all, a re-execution may name steps."""
     if run.asset_selection and key(kind, stage) not in run.asset_selection:

@@ -65,9 +65,10 @@ def _drain(settings: Settings) -> bool:
 def _show(opened: Kind) -> bool:
     status = opened.outbox.status(opened.identity)
     console.out.print(console.status_table(status, opened.outbox.backlog()))
+    embedders = {opened.identity: opened.embedder}
     for example in json.loads((HERE / "searches.json").read_text(encoding="utf-8"))[:SHOWN]:
         console.out.print(f"\nsearch: {example['query']}", style="bold", markup=False)
-        console.print_answer(search(opened.postgres, opened.bound, opened.embedder, example["query"], k=3))
+        console.print_answer(search(opened.postgres, opened.bound, embedders, example["query"], k=3))
     return not status.counts.get("dead") and not status.counts.get("waiting")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from embed_assets.corpus import Registry, TableCorpus
@@ -15,44 +16,79 @@ from embed_assets.pipeline import Limits
 from embed_assets.ports import Ports
 from embed_assets.resources.chunk_store import ChunkStore
 from embed_assets.resources.declaration import BoundCorpus, bind
-from embed_assets.resources.embedder import Endpoint, make_embedder
+from embed_assets.resources.embedder import Endpoint, Rest, make_embedder, resting
 from embed_assets.resources.enqueuer import Enqueuer
 from embed_assets.resources.lease import LeaseKeeper
+from embed_assets.resources.model_life import ModelLife, RetiredModel, make_model
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import make_model, make_tables
+from embed_assets.resources.tables import make_tables
 from embed_assets.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Maintained:
+    """A model that this process keeps fresh: by which embedder and settings, and the corpus as they want it."""
+
+    model_id: int
+    identity: str
+    settings: Settings
+    corpus: TableCorpus
+    embedder: Embedder
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True)
 class Kind:
-    """Everything that maintains one kind. `close` gives back its connections and ends its heartbeat."""
+    """Everything that maintains one kind. `close` gives back its connections and ends its heartbeat.
+
+    `models`: the one of the settings first, then the active one where that is another and has an embedder.
+    """
 
     settings: Settings
     postgres: Postgres
     bound: BoundCorpus
-    identity: str
-    model_id: int
+    models: tuple[Maintained, ...]
     outbox: Outbox
     enqueuer: Enqueuer
     chunks: ChunkStore
-    embedder: Embedder
-    endpoint: Endpoint
     keeper: LeaseKeeper
+    life: ModelLife
+
+    @property
+    def identity(self) -> str:
+        return self.models[0].identity
+
+    @property
+    def model_id(self) -> int:
+        return self.models[0].model_id
+
+    @property
+    def embedder(self) -> Embedder:
+        return self.models[0].embedder
 
     @property
     def ports(self) -> Ports:
+        first, *others = self.models
+        return self._ports(first, {other.model_id: self._ports(other, {}) for other in others})
+
+    def _ports(self, model: Maintained, others: Mapping[int, Ports]) -> Ports:
         return Ports(
-            corpus=self.bound.corpus,
+            corpus=model.corpus,
             enqueuer=self.enqueuer,
             outbox=self.outbox,
             chunks=self.chunks,
-            embedder=self.embedder,
-            endpoint=self.endpoint,
+            embedder=model.embedder,
+            endpoint=model.endpoint,
             keeper=self.keeper,
+            others=others,
         )
+
+    def resting(self) -> Rest | None:
+        """Why nothing can be embedded now; None as soon as one of the endpoints may be asked."""
+        return resting([model.endpoint for model in self.models])
 
     @property
     def limits(self) -> Limits:
@@ -60,7 +96,8 @@ class Kind:
 
     def close(self) -> None:
         self.keeper.close()
-        self.embedder.close()
+        for model in self.models:
+            model.embedder.close()
         self.postgres.close()
 
 
@@ -92,7 +129,12 @@ def _load(name: str) -> TableCorpus:
 
 
 def open_kind(
-    settings: Settings, corpus: TableCorpus, *, url: str | None = None, embedder: Embedder | None = None
+    settings: Settings,
+    corpus: TableCorpus,
+    *,
+    url: str | None = None,
+    embedder: Embedder | None = None,
+    active_embedder: Embedder | None = None,
 ) -> Kind:
     """Migrate, check the declaration, make what is missing, and assemble. `embedder` stands in for the settings'.
 
@@ -101,29 +143,74 @@ def open_kind(
     url = url or database_url(settings)
     migrate(url)
     postgres = Postgres(url)
-    if settings.prefix_by == "server":
-        corpus = replace(corpus, prefix=corpus.prefix.removeprefix("passage: "))
-    bound = bind(postgres, corpus)
+    bound = bind(postgres, _as_sent(corpus, settings))
     embedder = embedder or make_embedder(settings)
-    identity = corpus.identity_of(embedder.identity)
     make_tables(postgres, bound)
+    active = _active(settings, postgres, corpus, active_embedder)
+    try:
+        model = maintained(settings, postgres, bound, corpus, embedder)
+    except RetiredModel:
+        embedder.close()
+        if active is None:
+            raise
+        return assemble(settings, postgres, bound, [active])
+    if active is None or active.model_id == model.model_id:
+        return assemble(settings, postgres, bound, [model])
+    return assemble(settings, postgres, bound, [model, active])
+
+
+def maintained(
+    settings: Settings, postgres: Postgres, bound: BoundCorpus, corpus: TableCorpus, embedder: Embedder
+) -> Maintained:
+    """The model of an embedder, its tables made. Raises ConfigurationError, RetiredModel where it was retired."""
+    corpus = _as_sent(corpus, settings)
+    identity = corpus.identity_of(embedder.identity)
     model_id = make_model(postgres, bound, identity, embedder.dimensions)
-    return assemble(settings, postgres, bound, embedder, identity, model_id)
+    return Maintained(model_id, identity, settings, corpus, embedder, Endpoint(postgres, settings))
 
 
-def assemble(
-    settings: Settings,
-    postgres: Postgres,
-    bound: BoundCorpus,
-    embedder: Embedder,
-    identity: str,
-    model_id: int,
-) -> Kind:
-    """The parts of a kind whose tables and model exist."""
+def _as_sent(corpus: TableCorpus, settings: Settings) -> TableCorpus:
+    """Where the server puts the prefix of passages before a text, we must not."""
+    if settings.prefix_by == "client":
+        return corpus
+    return replace(corpus, prefix=corpus.prefix.removeprefix("passage: "))
+
+
+def query_embedders(settings: Settings, corpus: TableCorpus) -> dict[str, Embedder]:
+    """Who embeds the questions to which model, by its identity: that of the settings, and that of EMBED_ACTIVE_*."""
+    found: dict[str, Embedder] = {}
+    for known in (settings, settings.of_active()):
+        if known is not None:
+            embedder = make_embedder(known, for_queries=True)
+            found.setdefault(_as_sent(corpus, known).identity_of(embedder.identity), embedder)
+    return found
+
+
+def _active(
+    settings: Settings, postgres: Postgres, corpus: TableCorpus, embedder: Embedder | None
+) -> Maintained | None:
+    """The active model by the embedder of EMBED_ACTIVE_*, while that is the one it was made by."""
+    of_active = settings.of_active() or (settings if embedder else None)
+    active = postgres.one("corpus.identity_of_active", {"kind": corpus.kind})
+    if of_active is None or active is None:
+        return None
+    embedder = embedder or make_embedder(of_active)
+    corpus = _as_sent(corpus, of_active)
+    if (identity := corpus.identity_of(embedder.identity)) != active["identity"]:
+        embedder.close()
+        logger.warning("EMBED_ACTIVE_* names %s, but the active model is %s", identity, active["identity"])
+        return None
+    return Maintained(active["id"], identity, of_active, corpus, embedder, Endpoint(postgres, of_active))
+
+
+def assemble(settings: Settings, postgres: Postgres, bound: BoundCorpus, models: Sequence[Maintained]) -> Kind:
+    """The parts of a kind whose tables and models exist."""
+    # The active model's entries are claimed first: there are few of them, and search waits for them.
+    ids = [model.model_id for model in reversed(models)]
     outbox = Outbox(
         postgres,
         bound,
-        [model_id],
+        ids,
         lease_seconds=settings.lease_seconds,
         max_attempts=settings.max_attempts,
         reconcile_seconds=settings.reconcile_seconds,
@@ -132,14 +219,12 @@ def assemble(
         settings=settings,
         postgres=postgres,
         bound=bound,
-        identity=identity,
-        model_id=model_id,
+        models=tuple(models),
         outbox=outbox,
-        enqueuer=Enqueuer(postgres, bound, [model_id], reconcile_seconds=settings.reconcile_seconds),
+        enqueuer=Enqueuer(postgres, bound, ids, reconcile_seconds=settings.reconcile_seconds),
         chunks=ChunkStore(postgres, bound),
-        embedder=embedder,
-        endpoint=Endpoint(postgres, settings),
         keeper=LeaseKeeper(outbox),
+        life=ModelLife(postgres, bound, settings),
     )
 
 

@@ -46,6 +46,16 @@ class PostgresResource(ConfigurableResource):  # type: ignore[type-arg]
             kind, lambda run: purge(run.kind.postgres, days=run.kind.settings.retention_days, stop=run.stop)
         )
 
+    def advance_models(self, kind: str) -> list[str]:
+        """Index, judge, switch; says what was done."""
+        return self.stage(kind, lambda run: run.kind.life.advance(run.stop))
+
+    def drop_retired(self, kind: str) -> list[int]:
+        """Drop the partitions of models that were retired EMBED_ROLLBACK_DAYS ago; their ids."""
+        return self.stage(
+            kind, lambda run: run.kind.life.drop_retired(days=run.kind.settings.rollback_days, stop=run.stop)
+        )
+
     def stage(self, kind: str, work: Callable[[DrainRun], T]) -> T:
         """Do a stage of this run in a thread, deaf to nothing; whatever ends it early gives the run's waves back.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -81,6 +81,12 @@ class Endpoint:
             while not connection.execute(query("endpoint.try_turn"), {"turn": turn}).fetchone()["mine"]:  # type: ignore[index]
                 stop.sleep(0.1)
             yield
+
+
+def resting(endpoints: Sequence[Endpoint]) -> Rest | None:
+    """Why none of these may be asked now: the one to be asked first; None as soon as one may be."""
+    rests = [rest for endpoint in endpoints if (rest := endpoint.resting())]
+    return min(rests, key=lambda rest: rest.seconds) if len(rests) == len(endpoints) else None
 
 
 def endpoint_key(settings: Settings) -> str:

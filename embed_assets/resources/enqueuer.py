@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from psycopg import Cursor, sql
 
-from embed_assets.errors import CorruptRow, LeaseLost, RowRejected
+from embed_assets.errors import ConfigurationError, CorruptRow, LeaseLost, RowRejected
 from embed_assets.models import Enqueued
 from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
@@ -79,6 +79,7 @@ class Enqueuer:
             return
         work = _Enqueue(self._postgres, self._bound, self._models, lease, stop)
         try:
+            work.models = work.maintained()
             yield work
         finally:
             self._postgres.execute("enqueue.release_lease", values | work.outcome | {"token": lease["token"]})
@@ -93,8 +94,21 @@ class _Enqueue:
         self.outcome: dict[str, Any] = {"scanned": False, "reconciled": False, "seconds": None}
         self._postgres = postgres
         self._bound = bound
-        self._models = models
+        self._given = models
+        self.models: dict[int, int] = {}
         self._stop = stop
+
+    def maintained(self) -> dict[int, int]:
+        """The lane in which a scan enters rows, by model. Raises ConfigurationError when every one was retired."""
+        statement = query("models.maintained")
+        values = {"kind": self._bound.kind, "models": self._given}
+        found = self._postgres.retrying(lambda cursor: cursor.execute(statement, values).fetchall())
+        if not found:
+            raise ConfigurationError(
+                f"The model of '{self._bound.kind}' that this process was started with is retired. Set EMBED_MODEL to "
+                "the active one and start it again."
+            )
+        return {row["model_id"]: row["lane"] for row in found}
 
     def fold(self) -> None:
         """The feed becomes entries; ids that no row can have are dropped and counted."""
@@ -161,7 +175,7 @@ class _Enqueue:
                 "If that is meant, drain with --allow-clear"
             )
             return
-        for model_id in self._models:
+        for model_id in self.models:
 
             def clear(part: Range, model_id: int = model_id) -> None:
                 self.report.created += self._rows("enqueue.clear_range", part, reason=reason, model_id=model_id)
@@ -179,7 +193,7 @@ class _Enqueue:
         if healed := self._step(lambda cursor: cursor.execute(query("enqueue.heal_lost"), self._values()).rowcount):
             self._warn(f"{healed} leased entries had lost their wave: back to pending")
         self._revive("enqueue.revive_parked")
-        for model_id in self._models:
+        for model_id in self.models:
 
             def unstamp(part: Range, model_id: int = model_id) -> None:
                 self.report.unstamped += self._rows("enqueue.unstamp_short", part, model=model_id)
@@ -188,7 +202,7 @@ class _Enqueue:
 
     def _enter_unstamped(self) -> None:
         """Facts: chunks without a stamp. After the scan, which has entered those that belong in search, by rank."""
-        for model_id in self._models:
+        for model_id in self.models:
 
             def enter(part: Range, model_id: int = model_id) -> None:
                 self.report.created += self._rows("enqueue.enter_unstamped", part, model=model_id, reason="reconcile")
@@ -262,7 +276,8 @@ class _Enqueue:
 
     def _values(self, part: Range | None = None, **more: Any) -> dict[str, Any]:
         ends = {"after": part.after, "upto": part.upto} if part else {}
-        return {"kind": self._bound.kind, "models": self._models, **ends, **more}
+        models = {"models": list(self.models), "lanes": list(self.models.values())}
+        return {"kind": self._bound.kind, **models, **ends, **more}
 
 
 def _first(cursor: Cursor[Row], statement: sql.Composed, values: dict[str, Any]) -> Row:

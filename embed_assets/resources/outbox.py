@@ -31,7 +31,7 @@ BACKLOG_LIMIT = 10_000
 
 
 class Outbox:
-    """The outbox of one kind for its maintained models, the target first.
+    """The outbox of one kind for the models that a process maintains, the one whose entries are claimed first first.
 
     Every method is one short transaction on the database's clock. Raises LeaseLost where the wave's token no
     longer fences, DatabaseTrouble when a transaction could not be had.
@@ -213,17 +213,21 @@ class Outbox:
         return Backlog(**self._row("status.backlog", values), limit=BACKLOG_LIMIT)
 
     def stale(self) -> bool:
-        """The scan's own predicate, first hit only: whether a scan would enqueue or revive anything."""
+        """The scan's own predicate: whether a scan would enqueue or revive anything for one of the models."""
         statement = query("status.stale_exists", **self._bound.fragments())
-        with self._postgres.transaction() as cursor:
-            row = cursor.execute(statement, {"kind": self.kind, "model_id": self.models[0]}).fetchone()
-        return bool(row and row["stale"])
+        for model_id in self.models:
+            with self._postgres.transaction() as cursor:
+                row = cursor.execute(statement, {"kind": self.kind, "model_id": model_id}).fetchone()
+            if row and row["stale"]:
+                return True
+        return False
 
-    def status(self, identity: str) -> Status:
-        """Each source row and each leftover stamp once, by state."""
+    def status(self, identity: str, model_id: int | None = None) -> Status:
+        """Each source row and each leftover stamp once, by state, for one model: by default the newest of ours."""
         statement = query("status.status", **self._bound.fragments())
         with self._postgres.transaction() as cursor:
-            rows = cursor.execute(statement, {"kind": self.kind, "model_id": self.models[0]}).fetchall()
+            values = {"kind": self.kind, "model_id": self.models[-1] if model_id is None else model_id}
+            rows = cursor.execute(statement, values).fetchall()
         return Status(self.kind, identity, {row["state"]: row["rows"] for row in rows})
 
     def _row(self, name: str, values: dict[str, Any] | None = None) -> Row:

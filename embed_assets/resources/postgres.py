@@ -114,11 +114,20 @@ class Postgres:
 
     @contextmanager
     def session(self) -> Iterator[psycopg.Connection[Row]]:
-        """A connection of one's own in autocommit, for session locks, LISTEN and statements outside transactions."""
+        """A connection of one's own in autocommit, for session locks, LISTEN and statements outside transactions.
+
+        Raises Cancelled when `cancel` ended what it ran.
+        """
         connection = connect(self.url, self._application_name, autocommit=True)
+        self._busy.add(connection)
         try:
             yield connection
+        except errors.QueryCanceled:
+            if self._cancelled:
+                raise Cancelled("the statement was cancelled with its run") from None
+            raise
         finally:
+            self._busy.discard(connection)
             connection.close()
 
     def cancel(self) -> None:

@@ -15,7 +15,7 @@ from embed_assets import pipeline
 from embed_assets.errors import Cancelled, ConfigurationError, DatabaseTrouble, EndpointTrouble, ErrorClass
 from embed_assets.models import Counts, Enqueued, Wave
 from embed_assets.pipeline import Limits
-from embed_assets.resources.assembly import Kind
+from embed_assets.resources.assembly import Kind, Maintained
 from embed_assets.resources.outbox import BACKLOG_LIMIT, EVER, Outbox
 from embed_assets.stop import Stop
 
@@ -130,29 +130,36 @@ class DrainRun:
         return int(row["waiting"]) if row else 0
 
     def stage(self) -> Report:
-        """Stage every wave held, one run per endpoint at a time. At the endpoint's trouble the rest is released."""
+        """Stage every wave held, one run per endpoint at a time. At an endpoint's trouble its waves are released."""
         report = Report()
-        todo = [held for held in self._held.values() if not held.staged]
-        try:
+        for model in self.kind.models:
+            todo = [held for held in self._held.values() if not held.staged and held.wave.model_id == model.model_id]
             if todo:
-                with self.kind.endpoint.turn(self.stop):
-                    for held in todo:
-                        self._stage_one(held, report)
-        except EndpointTrouble as trouble:
-            report.trouble, report.refused = str(trouble), trouble.error_class in REFUSED
-        if report.trouble:
-            report.released = self._release([held for held in todo if not held.staged])
+                self._stage_of(model, todo, report)
         return report
 
-    def _stage_one(self, held: Held, report: Report) -> None:
-        if report.trouble:
-            return
-        if rest := self.kind.endpoint.resting():
-            report.trouble = f"the endpoint is {rest.state} for {rest.seconds:.0f} s more: {rest.reason}"
-            report.refused = rest.state == "refused"
-            return
-        report.counts += self._guarded(held, pipeline.stage, last=False)
-        report.waves += held.staged
+    def _stage_of(self, model: Maintained, todo: Sequence[Held], report: Report) -> None:
+        trouble = None
+        try:
+            with model.endpoint.turn(self.stop):
+                for held in todo:
+                    if trouble := self._resting(model, report):
+                        break
+                    report.counts += self._guarded(held, pipeline.stage, last=False)
+                    report.waves += held.staged
+        except EndpointTrouble as error:
+            trouble = str(error)
+            report.refused = report.refused or error.error_class in REFUSED
+        if trouble:
+            report.trouble = trouble
+            report.released += self._release([held for held in todo if not held.staged])
+
+    def _resting(self, model: Maintained, report: Report) -> str | None:
+        rest = model.endpoint.resting()
+        if rest is None:
+            return None
+        report.refused = report.refused or rest.state == "refused"
+        return f"the endpoint is {rest.state} for {rest.seconds:.0f} s more: {rest.reason}"
 
     def write(self) -> Report:
         """Write every staged wave, each in its own transaction."""
@@ -164,7 +171,8 @@ class DrainRun:
 
     def _guarded(self, held: Held, step: Callable[..., Counts], *, last: bool) -> Counts:
         """One stage of one wave. Whether it went through decides whether the wave is still held."""
-        ports, wave = self.kind.ports, held.wave
+        wave = held.wave
+        ports = self.kind.ports.of(wave)
         scope = held.lease.child(seconds=self.kind.limits.wave_seconds)
         done = []
 

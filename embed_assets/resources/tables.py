@@ -18,9 +18,10 @@ from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.search_outbox import make_triggers
 
 ATTACH_TRIES = 20
+maintainer = rights("make the tables of a kind or a model", MAINTAINER)
 
 
-@rights("make the tables of a kind", MAINTAINER)
+@maintainer
 def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
     """The kind's row, chunk table and similar table, where they are missing."""
     with postgres.transaction() as cursor:
@@ -36,32 +37,7 @@ def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
             cursor.execute(query("chunks.create_similar_table", similar=similar))
 
 
-@rights("make the tables of a model", MAINTAINER)
-def make_model(postgres: Postgres, bound: BoundCorpus, identity: str, dimensions: int) -> int:
-    """The id of an embedder identity, its partition made and attached; it becomes the target.
-
-    Raises ConfigurationError when the identity is known with another width.
-    """
-    row = postgres.one("corpus.model_of", {"identity": identity})
-    if row is None:
-        values = {"identity": identity, "dimensions": dimensions}
-        with postgres.transaction() as cursor:
-            cursor.execute(query("corpus.add_model"), values)
-            row = cursor.execute(query("corpus.model_of"), {"identity": identity}).fetchone()
-    assert row is not None
-    if row["dimensions"] != dimensions:
-        raise ConfigurationError(
-            f"The model {identity} was {row['dimensions']} wide and now answers with {dimensions} dimensions. Set "
-            "EMBED_MODEL to the name of the new model, or EMBED_URL back to the old one."
-        )
-    _make_partition(postgres, bound, row["id"], dimensions)
-    with postgres.transaction() as cursor:
-        cursor.execute(query("corpus.add_corpus_model"), {"kind": bound.kind, "model_id": row["id"]})
-        cursor.execute(query("corpus.set_target"), {"kind": bound.kind, "model_id": row["id"]})
-    return int(row["id"])
-
-
-def _make_partition(postgres: Postgres, bound: BoundCorpus, model_id: int, dimensions: int) -> None:
+def make_partition(postgres: Postgres, bound: BoundCorpus, model_id: int, dimensions: int) -> None:
     """Make, then attach under a short lock time-out, again and again: never queue in front of the user's searches."""
     for attempt in range(ATTACH_TRIES):
         try:

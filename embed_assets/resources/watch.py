@@ -17,7 +17,8 @@ from embed_assets.errors import CorruptRow, DatabaseTrouble, RowRejected
 from embed_assets.models import Backlog
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
-from embed_assets.resources.embedder import Endpoint, Rest
+from embed_assets.resources.embedder import Endpoint, Rest, resting
+from embed_assets.resources.model_life import ModelLife
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import Postgres
 from embed_assets.resources.run import run_limits
@@ -50,13 +51,13 @@ class Watch:
         self._outbox = Outbox(
             self._postgres, self._bound, self._models, reconcile_seconds=kind.settings.reconcile_seconds
         )
-        self._endpoint = Endpoint(self._postgres, kind.settings)
+        self._endpoints = [Endpoint(self._postgres, model.settings) for model in kind.models]
 
     def backlog(self) -> Backlog:
         return self._outbox.backlog()
 
     def resting(self) -> Rest | None:
-        return self._endpoint.resting()
+        return resting(self._endpoints)
 
     def busy(self) -> bool:
         """Whether an enqueuer is at work: a second one would skip."""
@@ -114,6 +115,11 @@ class Watch:
                 return any(notice.payload in ("", self.kind) for notice in notices)
 
             yield wait
+
+    def models_wait(self) -> bool:
+        """Whether a model could be indexed or switched to."""
+        life = ModelLife(self._postgres, self._bound, self.settings)
+        return life.waiting(automatic=self.settings.switch == "automatic")
 
     def close(self) -> None:
         self._postgres.close()

@@ -12,6 +12,8 @@ CREATE TABLE embed_assets.corpora (
     active_model_id integer,
     previous_model_id integer,
     target_model_id integer,
+    -- Since when the target is another than the active one: without an embedder, the active one is frozen since then.
+    target_since timestamptz,
     paused_at timestamptz
 );
 
@@ -31,11 +33,17 @@ CREATE TABLE embed_assets.embedding_models (
     dimensions integer NOT NULL CHECK (dimensions BETWEEN 1 AND 16000)
 );
 
+-- Facts of a model of a kind. Retired: no process brings it back, only an operator. Dropped: its partition is gone.
+-- judged_at, unmet: when it was last looked at whether search may read it, and what stood against that.
 CREATE TABLE embed_assets.corpus_models (
     kind text COLLATE "C" NOT NULL,
     model_id integer NOT NULL,
     index_ready boolean NOT NULL DEFAULT FALSE,
+    added_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    judged_at timestamptz,
+    unmet text,
     retired_at timestamptz,
+    dropped_at timestamptz,
     PRIMARY KEY (kind, model_id)
 );
 

@@ -58,17 +58,6 @@ INSERT INTO embed_assets.embedding_models (identity, dimensions)
 VALUES (%(identity)s, %(dimensions)s)
 ON CONFLICT (identity) DO NOTHING;
 
--- name: add_corpus_model
-INSERT INTO embed_assets.corpus_models (kind, model_id)
-VALUES (%(kind)s, %(model_id)s)
-ON CONFLICT (kind, model_id) DO NOTHING;
-
--- name: set_target
--- The first model is active at once; a later one is built beside it.
-UPDATE embed_assets.corpora
-SET target_model_id = %(model_id)s, active_model_id = coalesce(active_model_id, %(model_id)s)
-WHERE kind = %(kind)s AND target_model_id IS DISTINCT FROM %(model_id)s;
-
 -- name: identity_of_active
 SELECT m.id, m.identity, m.dimensions
 FROM embed_assets.corpora AS c INNER JOIN embed_assets.embedding_models AS m ON m.id = c.active_model_id

@@ -117,10 +117,11 @@ judged AS MATERIALIZED (
         r.rank,
         r.indexable,
         m.model_id,
+        m.lane,
         s.source_id IS NOT NULL AS stamped,
         s.source_id IS NULL OR s.revision IS DISTINCT FROM r.revision AS stale
     FROM ranged AS r
-    CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
+    CROSS JOIN unnest(%(models)s::integer [], %(lanes)s::integer []) AS m (model_id, lane)
     LEFT JOIN embed_assets.semantic_stamps AS s
         ON s.kind = %(kind)s AND s.model_id = m.model_id AND s.source_id = r.source_id
         AND s.source_id >= (SELECT min(ranged.source_id) FROM ranged)
@@ -129,7 +130,7 @@ judged AS MATERIALIZED (
 
 inserted AS (
     INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane, rank)
-    SELECT %(kind)s, j.source_id, j.model_id, %(reason)s, 0, j.rank
+    SELECT %(kind)s, j.source_id, j.model_id, %(reason)s, j.lane, j.rank
     FROM judged AS j
     WHERE
         j.indexable AND j.stale
@@ -150,9 +151,9 @@ FROM judged AS j;
 -- name: enter_unreadable
 -- A range of one row that the database cannot read: entered by its key alone, so that its wave records why.
 INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane)
-SELECT %(kind)s, source.source_id, m.model_id, %(reason)s, 0
+SELECT %(kind)s, source.source_id, m.model_id, %(reason)s, m.lane
 FROM {source} AS source
-CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
+CROSS JOIN unnest(%(models)s::integer [], %(lanes)s::integer []) AS m (model_id, lane)
 WHERE (source.key > %(after)s OR %(after)s IS NULL) AND (source.key <= %(upto)s OR %(upto)s IS NULL)
 ORDER BY source.source_id, m.model_id
 ON CONFLICT (kind, source_id, model_id) DO NOTHING;

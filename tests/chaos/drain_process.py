@@ -24,10 +24,10 @@ from fakes import HashEmbedder  # noqa: E402  # tests are not installed
 
 from embed_assets import pipeline  # noqa: E402
 from embed_assets.corpora.jobs import jobs  # noqa: E402
-from embed_assets.resources.assembly import assemble  # noqa: E402
+from embed_assets.resources.assembly import assemble, maintained  # noqa: E402
 from embed_assets.resources.declaration import bind  # noqa: E402
 from embed_assets.resources.postgres import Postgres  # noqa: E402
-from embed_assets.resources.tables import make_model, make_tables  # noqa: E402
+from embed_assets.resources.tables import make_tables  # noqa: E402
 from embed_assets.settings import Settings  # noqa: E402
 from embed_assets.stop import Stop  # noqa: E402
 
@@ -57,10 +57,10 @@ def main() -> None:
 def drain(url: str, embedder: HashEmbedder) -> None:
     postgres = Postgres(url)
     bound = bind(postgres, jobs)
-    identity = jobs.identity_of(embedder.identity)
     make_tables(postgres, bound)
-    model_id = make_model(postgres, bound, identity, embedder.dimensions)
-    kind = assemble(Settings(batch_size=6), postgres, bound, embedder, identity, model_id)
+    kind = assemble(
+        Settings(batch_size=6), postgres, bound, [maintained(Settings(batch_size=6), postgres, bound, jobs, embedder)]
+    )
     pipeline.drain(kind.ports, f"process-{uuid.uuid4()}", limits=kind.limits, stop=Stop())
     kind.close()
 

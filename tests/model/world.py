@@ -20,11 +20,11 @@ from psycopg.rows import namedtuple_row
 from embed_assets.corpora.jobs import jobs
 from embed_assets.embedding import Embedded, Rejected
 from embed_assets.load import create_jobs_table
-from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.assembly import Kind, assemble, maintained
 from embed_assets.resources.declaration import bind
 from embed_assets.resources.operator import Operator
 from embed_assets.resources.postgres import Postgres, Row, _register, connect
-from embed_assets.resources.tables import make_model, make_tables
+from embed_assets.resources.tables import make_tables
 from embed_assets.settings import Settings
 
 SLOTS = ("1", "2", "3", "4", "5", "6")
@@ -202,12 +202,10 @@ class World:
 
     def _worker(self, postgres: Postgres) -> Kind:
         bound = bind(postgres, CORPUS)
-        identity = CORPUS.identity_of(self.embedder.identity)
         make_tables(postgres, bound)
-        model_id = make_model(postgres, bound, identity, self.embedder.dimensions)
         # Nothing falls due by itself however slow the machine: leases last, and retries are put off (`postpone`).
         settings = Settings(lease_seconds=36_000, reconcile_seconds=360_000)
-        return assemble(settings, postgres, bound, self.embedder, identity, model_id)
+        return assemble(settings, postgres, bound, [maintained(settings, postgres, bound, CORPUS, self.embedder)])
 
     def close(self) -> None:
         for worker in self.workers:

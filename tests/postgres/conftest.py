@@ -12,10 +12,10 @@ from fakes import HashEmbedder
 from embed_assets.corpora.jobs import jobs as jobs_corpus
 from embed_assets.corpus import Plain, TableCorpus
 from embed_assets.load import create_jobs_table
-from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.assembly import Kind, assemble, maintained
 from embed_assets.resources.declaration import bind
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import make_model, make_tables
+from embed_assets.resources.tables import make_tables
 from embed_assets.settings import Settings
 
 KindMaker = Callable[..., Kind]
@@ -29,20 +29,26 @@ def embedder() -> HashEmbedder:
 
 @pytest.fixture
 def make_kind(database_url: str, embedder: HashEmbedder) -> Iterator[KindMaker]:
-    """Assemble a kind as a process of its own would: `make_kind(corpus, embedder=…, batch_size=…)`.
+    """Assemble a kind as a process of its own would: `make_kind(corpus, embedder=…, batch_size=…)`. `active` keeps
+    the active model fresh while that of `embedder` is built.
 
     Called twice for one corpus it gives two workers, each with connections and a heartbeat of its own.
     """
     made: list[Kind] = []
 
-    def make(corpus: TableCorpus = jobs_corpus, *, embedder: HashEmbedder = embedder, **settings: Any) -> Kind:
+    def make(
+        corpus: TableCorpus = jobs_corpus,
+        *,
+        embedder: HashEmbedder = embedder,
+        active: HashEmbedder | None = None,
+        **settings: Any,
+    ) -> Kind:
         postgres = Postgres(database_url)
         bound = bind(postgres, corpus)
-        identity = corpus.identity_of(embedder.identity)
         make_tables(postgres, bound)
-        model_id = make_model(postgres, bound, identity, embedder.dimensions)
         known = Settings(**{"batch_size": 4, "call_timeout_seconds": 60, **settings})
-        made.append(assemble(known, postgres, bound, embedder, identity, model_id))
+        models = [maintained(known, postgres, bound, corpus, one) for one in (embedder, active) if one]
+        made.append(assemble(known, postgres, bound, models))
         return made[-1]
 
     yield make

@@ -17,6 +17,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from embed_assets import pipeline
+from embed_assets.embedding import Embedder
 from embed_assets.models import Counts, Enqueued, Wave
 from embed_assets.resources.assembly import Kind
 from embed_assets.stop import Stop
@@ -112,6 +113,11 @@ def drain(
 def status(kind: Kind) -> dict[str, int]:
     """The states that have rows."""
     return {state: number for state, number in kind.outbox.status(kind.identity).counts.items() if number}
+
+
+def asking(kind: Kind, embedder: Embedder | None) -> dict[str, Embedder]:
+    """The embedder as search wants it: by the identity of the kind's model that it would have made."""
+    return {kind.bound.corpus.identity_of(embedder.identity): embedder} if embedder else {}
 
 
 def entry(db: Db, source_id: object, columns: str = "status") -> Any:

@@ -10,7 +10,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from fakes import HashEmbedder
-from postgres.support import Db, chunks, drain, entries, rows, stamps, status, value
+from postgres.support import Db, asking, chunks, drain, entries, rows, stamps, status, value
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -18,8 +18,9 @@ from embed_assets.corpus import Html, Plain, TableCorpus
 from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.resources.assembly import Kind, open_kind
 from embed_assets.resources.declaration import bind
+from embed_assets.resources.model_life import make_model
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import make_model, make_tables
+from embed_assets.resources.tables import make_tables
 from embed_assets.search import search
 from embed_assets.settings import Settings
 
@@ -85,9 +86,9 @@ def test_rows_of_every_key_type_are_found_written_searched_cleared_and_settled(
     assert sorted(stamps(db)) == sorted(KEYS[key_type])
     assert note_chunks(db, second) == ["text 1"]
     assert status(kind) == {"fresh": 3}
-    answer = search(kind.postgres, kind.bound, embedder, "text 2", k=1)
+    answer = search(kind.postgres, kind.bound, asking(kind, embedder), "text 2", k=1)
     assert (answer.semantic, [hit.source_id for hit in answer.hits]) == (True, [third])
-    assert search(kind.postgres, kind.bound, None, "text").semantic is False
+    assert search(kind.postgres, kind.bound, {}, "text").semantic is False
 
     db.execute("UPDATE notes SET body = 'new' WHERE note_id = %s", (first,))
     say(db, first)
@@ -280,9 +281,9 @@ def test_quoted_names_and_percent_signs_and_braces_are_only_names(db: Db, make_k
     assert rows(db, "SELECT source_id, revision FROM embed_assets.semantic_stamps") == [
         ("%s", "100% {a}%s {x} %% {{y}}2")
     ]
-    (hit,) = search(kind.postgres, kind.bound, embedder, "anything %s {x}").hits
+    (hit,) = search(kind.postgres, kind.bound, asking(kind, embedder), "anything %s {x}").hits
     assert (hit.source_id, hit.fields) == ("%s", {"title": "100% {a}"})
-    assert [hit.source_id for hit in search(kind.postgres, kind.bound, None, "half").hits] == ["%s"]
+    assert [hit.source_id for hit in search(kind.postgres, kind.bound, {}, "half").hits] == ["%s"]
     db.execute("""DELETE FROM "Odd %s {x}"."weird Name" WHERE title LIKE '100%'""")
     assert drain(kind).gone == 1
     assert status(kind) == {"excluded": 1}
@@ -315,8 +316,8 @@ def test_columns_that_are_named_like_ours_confuse_nothing(
     assert drain(kind).indexed == 2
     assert embedder.texts == ["rank/status/fields: body\n\nembedding"]
     assert stamps(db, "source_id, revision") == [("1", "revisionrankgiven"), ("2", "revisionrankgiven")]
-    assert len(search(kind.postgres, kind.bound, embedder, "x").hits) == 2
-    assert len(search(kind.postgres, kind.bound, None, "body").hits) == 2
+    assert len(search(kind.postgres, kind.bound, asking(kind, embedder), "x").hits) == 2
+    assert len(search(kind.postgres, kind.bound, {}, "body").hits) == 2
     db.execute("UPDATE notes SET indexable = 'no'")
     say(db, 1, 2)
     assert drain(kind).removed == 2

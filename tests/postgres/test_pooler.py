@@ -18,10 +18,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from embed_assets.corpora.jobs import jobs
 from embed_assets.errors import LeaseLost
-from embed_assets.resources.assembly import Kind, assemble
+from embed_assets.resources.assembly import Kind, assemble, maintained
 from embed_assets.resources.declaration import bind
 from embed_assets.resources.postgres import Postgres
-from embed_assets.resources.tables import make_model, make_tables
+from embed_assets.resources.tables import make_tables
 from embed_assets.settings import Settings
 
 PGBOUNCER = shutil.which("pgbouncer") or "/usr/sbin/pgbouncer"
@@ -76,9 +76,8 @@ def pooled(pooled_url: str, jobs_table: None) -> Iterator[Kind]:
     postgres, embedder = Postgres(pooled_url), HashEmbedder()
     bound = bind(postgres, jobs)
     make_tables(postgres, bound)
-    identity = jobs.identity_of(embedder.identity)
-    model_id = make_model(postgres, bound, identity, embedder.dimensions)
-    made = assemble(Settings(batch_size=4), postgres, bound, embedder, identity, model_id)
+    settings = Settings(batch_size=4)
+    made = assemble(settings, postgres, bound, [maintained(settings, postgres, bound, jobs, embedder)])
     yield made
     made.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import HashEmbedder, vector_of
-from postgres.support import Db, add_job, add_jobs, connect, drain, enqueue, status, value
+from postgres.support import Db, add_job, add_jobs, asking, connect, drain, enqueue, status, value
 
 from embed_assets import search as search_module
 from embed_assets.console import answer_json
@@ -23,7 +23,7 @@ from embed_assets.search import Answer, search
 
 
 def found(kind: Kind, text: str, embedder: Embedder | None, *, k: int = 10) -> Answer:
-    return search(kind.postgres, kind.bound, embedder, text, k=k)
+    return search(kind.postgres, kind.bound, asking(kind, embedder), text, k=k)
 
 
 def ids(answer: Answer) -> list[int]:

@@ -15,6 +15,7 @@ from postgres.support import (
     Db,
     add_job,
     add_jobs,
+    asking,
     chunks,
     claim,
     connect,
@@ -474,7 +475,7 @@ def test_a_deleted_row_is_out_of_search_at_once_and_settled_as_gone_without_a_fa
     job, stays = add_job(db, paragraphs("needle")), add_job(db)
     drain(kind)
     db.execute("DELETE FROM jobs WHERE id = %s", (job,))
-    found = search(kind.postgres, kind.bound, embedder, "needle", k=10).hits
+    found = search(kind.postgres, kind.bound, asking(kind, embedder), "needle", k=10).hits
     assert [hit.source_id for hit in found] == [str(stays)]
     counts = drain(kind)
     assert (counts.gone, counts.failed, counts.dead) == (1, 0, 0)
@@ -868,7 +869,8 @@ def test_the_old_chunks_serve_until_the_new_ones_are_written(db: Db, kind: Kind,
     with pytest.raises(AssertionError, match="the embedder broke"):
         drain(kind)
     assert chunks(db, job, "xmin::text, body") == before
-    assert [hit.source_id for hit in search(kind.postgres, kind.bound, embedder, "old").hits] == [str(job)]
+    found = search(kind.postgres, kind.bound, asking(kind, embedder), "old").hits
+    assert [hit.source_id for hit in found] == [str(job)]
     expire(db, kind.outbox.waves_of("run")[0])
     embedder.before = lambda texts: None
     drain(kind)
@@ -1004,7 +1006,7 @@ def test_trouble_of_the_endpoint_rests_the_endpoint_and_charges_no_row(
     assert seconds - 20 < rest[2] <= seconds
     embedder.before = lambda texts: None
     assert drain(kind).indexed == 2
-    assert kind.endpoint.resting() is None
+    assert kind.resting() is None
 
 
 @pytest.mark.usefixtures("jobs_table")

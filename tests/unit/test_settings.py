@@ -27,9 +27,25 @@ NUMBERS = {
     "EMBED_SENSOR_WAIT_SECONDS",
     "EMBED_RECONCILE_SECONDS",
     "EMBED_RETENTION_DAYS",
+    "EMBED_ROLLBACK_DAYS",
+    "EMBED_SWITCH_MISSING_PERCENT",
+    "EMBED_SWITCH_DEAD_PERCENT",
+    "EMBED_SWITCH_RECALL_PERCENT",
+    "EMBED_SWITCH_QUERIES",
+    "EMBED_ACTIVE_DIMENSIONS",
 }
-WORDS = {"EMBED_PROTOCOL": "soap", "EMBED_PREFIX_BY": "nobody"}
-TEXTS = {"DATABASE_URL", "EMBED_HOME", "EMBED_CORPORA", "EMBED_URL", "EMBED_QUERY_URL", "EMBED_API_KEY", "EMBED_MODEL"}
+WORDS = {
+    "EMBED_PROTOCOL": "soap",
+    "EMBED_PREFIX_BY": "nobody",
+    "EMBED_SWITCH": "never",
+    "EMBED_ACTIVE_PROTOCOL": "soap",
+    "EMBED_ACTIVE_PREFIX_BY": "nobody",
+}
+TEXTS = {
+    *("DATABASE_URL", "EMBED_HOME", "EMBED_CORPORA"),
+    *("EMBED_URL", "EMBED_QUERY_URL", "EMBED_API_KEY", "EMBED_MODEL"),
+    *("EMBED_ACTIVE_URL", "EMBED_ACTIVE_QUERY_URL", "EMBED_ACTIVE_API_KEY", "EMBED_ACTIVE_MODEL"),
+}
 
 
 def variable(field: str) -> str:
@@ -107,7 +123,7 @@ def test_below_its_floor_a_setting_is_raised_to_it_and_that_is_said(
 ):
     with caplog.at_level(logging.WARNING, "embed_assets.settings"):
         settings = set_all(monkeypatch, **{variable(field): "-3"})
-    assert getattr(settings, field) == FLOORS[field] == {"lease_seconds": 10}.get(field, 1)
+    assert getattr(settings, field) == FLOORS[field] == {"lease_seconds": 10, "switch_queries": 20}.get(field, 1)
     assert [record.getMessage() for record in caplog.records] == [
         f"{variable(field)}=-3{'.0' if field == 'lease_seconds' else ''} is below its floor; {FLOORS[field]} is used"
     ]
