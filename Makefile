@@ -43,9 +43,17 @@ clean:
 model: .venv/ready
 	MODEL_STEPS=$(or $(MODEL_STEPS),100000) MODEL_SEED=$(or $(MODEL_SEED),$(shell date +%s)) MODEL_MUTANTS=all $(BIN)/pytest tests/model -n 2 --dist load -q
 
-.PHONY: bench
-bench: .venv/ready
+.PHONY: bench bench-text bench-retrieval
+bench: .venv/ready bench-text
 	$(BIN)/python bench/bench.py
+
+# Rows a second that cleaning and cutting take; FILE=rows.jsonl COLUMN=body KIND=Markdown for rows of your own.
+bench-text: .venv/ready
+	$(BIN)/python -m bench.text $(FILE) $(COLUMN) $(KIND)
+
+# Recall by chunks and by whole texts, on questions in FOLDER (BEIR's form) or in ../shared/data/retrieval/germanquad.
+bench-retrieval: .venv/ready
+	$(BIN)/python -m bench.retrieval $(FOLDER)
 
 # Fifty faults at random while rows change (CHAOS_SEED repeats a run's), then the facts must equal the source.
 .PHONY: chaos stress held-snapshot

@@ -42,6 +42,7 @@ _PARAGRAPHS = _tags(
 )
 _LINES = _tags("div li tr dt dd caption figcaption legend summary option optgroup thead tbody tfoot")
 _BOUNDARY = dict.fromkeys(_PARAGRAPHS, _PARAGRAPH) | dict.fromkeys(_LINES, _LINE) | dict.fromkeys(("td", "th"), _CELL)
+_HEAD = _tags("base basefont bgsound link meta noframes noscript script style template title head")
 _HEADINGS = _tags("h1 h2 h3 h4 h5 h6")
 _VOID = _tags("area base br col embed hr img input link meta param source track wbr keygen basefont bgsound frame")
 _PREFORMATTED = _tags("pre xmp listing plaintext textarea")
@@ -94,7 +95,7 @@ class _Sink:
         self._depth += 1
         if self._max_depth and self._depth > self._max_depth:
             raise _NotForLibxml2
-        if self._dropped_at and not self._leaves_head(tag):
+        if self._dropped_at and not (tag not in _HEAD and self._leaves_head(self._depth - 1)):
             return
         if tag in _DROPPED:
             self._dropped_at, self._in_head = self._depth, tag == "head"
@@ -118,15 +119,15 @@ class _Sink:
         self._depth -= 1
 
     def data(self, text: str) -> None:
-        if not self._dropped_at:
+        if not self._dropped_at or (text.strip() and self._leaves_head(self._depth)):
             self._out.append(text.replace("\n", _BREAK) if self._preformatted else text)
 
     def close(self) -> list[Section]:
         return list(nested((level, _collapsed(heading), _collapsed(text)) for level, heading, text in self._parts))
 
-    def _leaves_head(self, tag: str) -> bool:
-        """A head whose end tag was left out ends where something visible begins."""
-        leaves = self._in_head and self._depth == self._dropped_at + 1 and tag in _BOUNDARY
+    def _leaves_head(self, depth: int) -> bool:
+        """A head whose end tag was left out ends where something visible begins: right in it, not in its title."""
+        leaves = self._in_head and depth == self._dropped_at
         if leaves:
             self._dropped_at = 0
         return leaves

@@ -89,8 +89,19 @@ def test_script_style_and_the_like_are_dropped_and_neighbours_are_not_glued(pars
 
 
 @both_parsers
-def test_a_head_without_its_end_tag_does_not_swallow_the_body(parse):
-    assert parse("<html><head><title>t</title><body><p>Text</p></body></html>") == "Text"
+@pytest.mark.ids("T09")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "<html><head><title>t</title><body><p>Text</p></body></html>",
+        "<head><title>t</title><b>Text</b>",
+        "<head><meta charset=utf-8> Text",
+        "<style>p {}</style><o:p>Text</o:p>",
+        "<style>p {}</style><nobr>Text",
+    ],
+)
+def test_a_head_without_its_end_tag_does_not_swallow_the_body(parse, source):
+    assert parse(source) == "Text"
 
 
 @both_parsers
