@@ -7,34 +7,31 @@ from __future__ import annotations
 
 import logging
 import sys
-import uuid
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from embed_assets import console
+from embed_assets.cli_drain import drain
 from embed_assets.cli_models import models_app
 from embed_assets.cli_operate import operate
-from embed_assets.cli_shared import AsJson, KindName, opened_kind, until_signalled
-from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError, EndpointTrouble
+from embed_assets.cli_shared import FAILED, AsJson, KindName, opened_kind
+from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError
 from embed_assets.fake_server.cli import fake_server
-from embed_assets.models import Counts, Wave
-from embed_assets.resources.assembly import Kind, database_url, find_corpus, query_embedders
+from embed_assets.resources.assembly import database_url, find_corpus, query_embedders
 from embed_assets.resources.operator import Operator
 from embed_assets.settings import load_settings
-from embed_assets.stop import Stop
 
 logger = logging.getLogger("embed_assets")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.add_typer(operate)
+app.command()(drain)
 app.command("fake-server")(fake_server)
 app.add_typer(models_app)
 
-FAILED, CONFIGURATION, INTERRUPTED = 1, 2, 130
-WATCH_SECONDS = 5.0
-PATIENCE_SECONDS = 60.0
+CONFIGURATION, INTERRUPTED = 2, 130
 
 
 def main() -> None:
@@ -84,30 +81,6 @@ def load(
             progress=lambda lines: bar.advance(task, lines),
         )
     console.print_load(report)
-
-
-@app.command()
-def drain(
-    kind: KindName,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on when the queue is empty.")] = False,
-    allow_clear: Annotated[bool, typer.Option(help="Believe a source that lost more than half of its rows.")] = False,
-) -> None:
-    """Enqueue what is stale, then embed and write wave after wave until nothing is due."""
-    with opened_kind(kind) as opened, until_signalled(opened.postgres) as stop:
-        _await_endpoint(opened, stop, watch)
-        total = _drain(opened, stop, scan=True, allow_clear=allow_clear)
-        _advance(opened, stop)
-        while watch:
-            try:
-                _await_endpoint(opened, stop, watch)
-                if opened.outbox.backlog().work or opened.outbox.stale():
-                    total += _drain(opened, stop, scan=False, allow_clear=allow_clear)
-                    _advance(opened, stop)
-            except EndpointTrouble as error:
-                console.explain(str(error))
-            stop.sleep(WATCH_SECONDS)
-    if total.failed or total.dead:
-        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -188,50 +161,6 @@ def dev(
     from embed_assets.dev import run_dev
 
     raise typer.Exit(run_dev(load_settings(), host=host, port=port))
-
-
-def _await_endpoint(kind: Kind, stop: Stop, watch: bool) -> None:
-    """Leave a resting endpoint alone. A refused one is asked all the same: an operator who drains has mended it."""
-    while (rest := kind.resting()) and rest.state != "refused":
-        if not watch and rest.seconds > PATIENCE_SECONDS:
-            raise EmbedAssetsError(
-                f"The embedding endpoint rests for {rest.seconds:.0f} s more ({rest.reason}). Nothing is lost; drain "
-                "again then, or use --watch."
-            )
-        console.err.print(f"the endpoint rests for {rest.seconds:.0f} s: {rest.reason}", markup=False)
-        stop.sleep(min(rest.seconds, PATIENCE_SECONDS) + 0.1)
-
-
-def _drain(kind: Kind, stop: Stop, *, scan: bool, allow_clear: bool) -> Counts:
-    from embed_assets.pipeline import drain as run
-
-    with console.progress(f"drain {kind.outbox.kind}") as (bar, task):
-
-        def report(wave: Wave, counts: Counts, total: Counts) -> None:
-            done = total.claimed
-            bar.update(task, completed=done, total=done + kind.outbox.backlog().due)
-            bar.console.print(console.wave_line(wave, counts, total), markup=False)
-
-        enqueued, total = run(
-            kind.ports,
-            f"cli-{uuid.uuid4()}",
-            limits=kind.limits,
-            stop=stop,
-            scan=scan,
-            allow_clear=allow_clear,
-            report=report,
-            on_enqueued=lambda found: bar.update(task, total=kind.outbox.backlog().due),
-        )
-    console.err.print(console.enqueued_line(enqueued), markup=False)
-    console.out.print(console.final_line(total), markup=False)
-    return total
-
-
-def _advance(kind: Kind, stop: Stop) -> None:
-    """What was loaded is indexed, and what was built beside is judged: there need be no Dagster for it."""
-    if kind.life.waiting(automatic=kind.settings.switch == "automatic"):
-        for line in kind.life.advance(stop):
-            console.err.print(line, markup=False)
 
 
 def _pairs(option: str, values: list[str] | None) -> dict[str, str]:

@@ -16,6 +16,8 @@ from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
 
 KindName = Annotated[str, typer.Argument(metavar="KIND", help="A declared kind, for example jobs.")]
+FAILED = 1  # the exit code when something failed
+
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 
 

@@ -226,6 +226,7 @@ def _buy(
     rejected: dict[bytes, ClassifiedError] = {}
     if not hashes:
         return rejected
+    began = time.monotonic()
     for result in ports.embedder.embed(list(texts.values()), stop=stop):
         mine = [hashes[position] for position in result.positions]
         if isinstance(result, Embedded):
@@ -234,7 +235,7 @@ def _buy(
             counts.tokens += result.tokens
         else:
             rejected.update(dict.fromkeys(mine, result.error))
-    ports.endpoint.works()
+    ports.endpoint.works(seconds=time.monotonic() - began)
     return rejected
 
 

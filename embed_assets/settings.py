@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from embed_assets.errors import ConfigurationError
 
@@ -23,6 +24,25 @@ FLOORS = {
     "drains_in_flight": 1,
     "switch_queries": 20,
 }
+OPTIONAL = (
+    "database_url",
+    "url",
+    "query_url",
+    "api_key",
+    "ca_bundle",
+    "proxy",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "model",
+    "dimensions",
+    "active_protocol",
+    "active_url",
+    "active_query_url",
+    "active_api_key",
+    "active_model",
+    "active_dimensions",
+    "active_prefix_by",
+)
 
 
 class Settings(BaseSettings):
@@ -37,6 +57,11 @@ class Settings(BaseSettings):
     url: str | None = None
     query_url: str | None = None
     api_key: SecretStr | None = None
+    headers: Annotated[dict[str, SecretStr], NoDecode] = Field({}, validate_default=False)
+    ca_bundle: Path | None = None
+    proxy: SecretStr | None = None
+    requests_per_minute: float | None = Field(None, gt=0)
+    tokens_per_minute: float | None = Field(None, gt=0)
     model: str | None = None
     dimensions: int | None = Field(None, ge=1, le=16000)
     prefix_by: Literal["client", "server"] = "client"
@@ -67,12 +92,21 @@ class Settings(BaseSettings):
     retention_days: float = 14
     reconcile_seconds: float = Field(3600, gt=0)
 
-    @field_validator(
-        *("database_url", "url", "query_url", "api_key", "model", "dimensions"),
-        *("active_protocol", "active_url", "active_query_url", "active_api_key", "active_model"),
-        *("active_dimensions", "active_prefix_by"),
-        mode="before",
-    )
+    @field_validator("headers", mode="before")
+    @classmethod
+    def _read_headers(cls, value: Any) -> Any:
+        """A JSON object. No part of it stands in the error: header values are secrets more often than not."""
+        if not isinstance(value, str):
+            return value
+        try:
+            found = json.loads(value or "{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+            raise ValueError('must be a JSON object of texts, like {"X-Team": "search"}')
+        return found
+
+    @field_validator(*OPTIONAL, mode="before")
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         return None if value == "" else value
@@ -99,6 +133,9 @@ class Settings(BaseSettings):
                 "model": self.active_model,
                 "dimensions": self.active_dimensions,
                 "prefix_by": self.active_prefix_by or "client",
+                "headers": {},  # they may hold what only the other endpoint may see
+                "requests_per_minute": None,
+                "tokens_per_minute": None,
             }
         )
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embed_assets.embedding.shared import Rest
 from embed_assets.models import Backlog
-from embed_assets.resources.embedder import Rest
 
 PATIENCE = 2
 SHORTEST_PAUSE = 20.0

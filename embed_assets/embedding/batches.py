@@ -1,7 +1,4 @@
-"""How many texts go into one request, and how many requests into a minute.
-
-The limits are learned: the endpoint says, or shows, what it takes, and that is kept for the client's life.
-"""
+"""How many texts go into one request. The limits are learned: the endpoint says, or shows, what it takes."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ENVELOPE = 16  # bytes of JSON around a text
+TOKEN_BYTES = 3  # of UTF-8, at least, in most languages: four letters of Latin script, one sign of Chinese
 
 
 @dataclass
@@ -21,11 +19,13 @@ class Limits:
     bytes: int = 1_500_000  # Text Embeddings Inference refuses bodies over 2,000,000
     chars: int = 1_000_000
 
-    def lower(self, *, items: int | None = None, bytes: int | None = None, chars: int | None = None) -> None:
-        """Take what was learned; limits only ever fall, and never below 1."""
+    def lower(self, *, items: int | None = None, bytes: int | None = None, chars: int | None = None) -> bool:
+        """Take what was learned; limits only ever fall, and never below 1. Returns whether one fell."""
+        before = (self.items, self.bytes, self.chars)
         self.items = max(1, min(self.items, items or self.items))
         self.bytes = max(1, min(self.bytes, bytes or self.bytes))
         self.chars = max(1, min(self.chars, chars or self.chars))
+        return before != (self.items, self.bytes, self.chars)
 
 
 def batches(texts: Sequence[str], limits: Limits, positions: Iterable[int]) -> Iterator[list[int]]:
@@ -49,22 +49,12 @@ def size_in_bytes(text: str) -> int:
     return len(text.encode()) + ENVELOPE
 
 
+def tokens_of(texts: Iterable[str]) -> int:
+    """About how many tokens the texts are, rather too many than too few."""
+    return sum(len(text.encode()) // TOKEN_BYTES + 1 for text in texts)
+
+
 def halves(whole: list[T]) -> list[list[T]]:
     """Two lists, the first as long as the second or one longer."""
     middle = (len(whole) + 1) // 2
     return [whole[:middle], whole[middle:]]
-
-
-class Pace:
-    """Spreads requests and tokens over the minute; None is no limit."""
-
-    def __init__(self, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
-        self._per_request = 60 / requests_per_minute if requests_per_minute else 0.0
-        self._per_token = 60 / tokens_per_minute if tokens_per_minute else 0.0
-        self._free_at = 0.0
-
-    def reserve(self, tokens: float, now: float) -> float:
-        """Seconds to wait before a request of so many tokens may be sent; the place is taken."""
-        begin = max(now, self._free_at)
-        self._free_at = begin + max(self._per_request, tokens * self._per_token)
-        return begin - now

@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from embed_assets.embedding.batches import Limits, Pace, batches, halves, size_in_bytes
+from embed_assets.embedding.batches import Limits, batches, halves, size_in_bytes
 from embed_assets.embedding.endpoint import Endpoint
 from embed_assets.embedding.faults import ATTEMPTS, Fault
 from embed_assets.embedding.protocols import wire
+from embed_assets.embedding.shared import Shared, Unshared
 from embed_assets.embedding.transport import LoopThread, Transport
 from embed_assets.embedding.types import Embedded, Rejected, Vectors, texts_given, unsendable
 from embed_assets.errors import AnswerContract, Cancelled, ConfigurationError, EndpointTrouble, ErrorClass
@@ -39,7 +40,8 @@ class HttpEmbedder:
     """Vectors from a `tei`, `hf` or `openai` endpoint. Safe to share between threads.
 
     `model` is the name sent where the protocol has one, `dimensions` the width to insist on (None: whatever
-    the endpoint's first answer has). A `query_prefix` of None means `query: ` for models of the E5 family.
+    the endpoint's first answer has). A `query_prefix` of None means `query: ` for models of the E5 family;
+    `prefix_by_server`: the endpoint adds prefixes. `shared`: what other processes know of the endpoint.
     Raises ConfigurationError for settings that cannot work.
     """
 
@@ -59,13 +61,14 @@ class HttpEmbedder:
         attempt_timeout: float = 60.0,
         retry_base: float = 1.0,
         query_prefix: str | None = None,
+        prefix_by_server: bool = False,
         ca_bundle: str | None = None,
         proxy: str | None = None,
-        requests_per_minute: float | None = None,
-        tokens_per_minute: float | None = None,
+        shared: Shared | None = None,
     ) -> None:
         self.identity = identity
-        language = wire(protocol, model=model, dimensions=dimensions if send_dimensions else None)
+        width = dimensions if send_dimensions else None
+        language = wire(protocol, model=model, dimensions=width, says_type=prefix_by_server)
         if not (url := url or language.default_url):
             raise ConfigurationError(f"the {protocol} protocol needs an address (EMBED_URL)")
         transport = Transport(
@@ -80,12 +83,13 @@ class HttpEmbedder:
             transport,
             language,
             limits=Limits(items=request_items),
-            pace=Pace(requests_per_minute, tokens_per_minute),
+            shared=shared or Unshared(),
             dimensions=dimensions,
             retry_base=retry_base,
         )
         self._concurrency = max(1, concurrency)
-        self._prefix = query_prefix if query_prefix is not None else "query: " if _E5.search(identity) else ""
+        by_model = "query: " if _E5.search(identity) and not prefix_by_server else ""
+        self._prefix = by_model if query_prefix is None else query_prefix
         self._loop = LoopThread()
 
     def __repr__(self) -> str:
@@ -97,6 +101,11 @@ class HttpEmbedder:
         if self._endpoint.dimensions is None:
             self._loop.submit(self._endpoint.probe()).result()
         return self._endpoint.dimensions or 0
+
+    @property
+    def sent(self) -> int:
+        """See `Embedder.sent`; questions and probes are counted too."""
+        return self._endpoint.sent
 
     @property
     def limits(self) -> Limits:
@@ -116,7 +125,7 @@ class HttpEmbedder:
         """See `Embedder.embed_query`. Raises EndpointTrouble (`timeout`) after so many seconds."""
         for rejected in unsendable([text]):
             raise rejected.error
-        work = self._loop.submit(self._endpoint.ask([self._prefix + text]))
+        work = self._loop.submit(self._endpoint.ask([self._prefix + text], query=True))
         try:
             vector: Vectors = work.result(timeout).vectors[0]
         except concurrent.futures.TimeoutError:
@@ -196,12 +205,12 @@ class HttpEmbedder:
         if alone:
             return [Rejected(positions, fault.verdict(self._endpoint.shown))]
         if slow or fault.limit:
-            self._lower(fault, [job.texts[at] for at in positions])
+            await self._lower(fault, [job.texts[at] for at in positions])
         rejected: list[Rejected] = []
         for part in self._parts(job, positions):
             rejected += await self._resolve(job, part, suspect=not fault.certain, used=fault.attempt if slow else 0)
         if not rejected and not fault.limit:
-            self._lower(fault, [job.texts[at] for at in positions])
+            await self._lower(fault, [job.texts[at] for at in positions])
         return rejected
 
     def _parts(self, job: _Job, positions: list[int]) -> Iterator[list[int]]:
@@ -210,15 +219,15 @@ class HttpEmbedder:
         for group in [positions] if len(first) < len(positions) else halves(positions):
             yield from batches(job.texts, self.limits, group)
 
-    def _lower(self, fault: Fault, texts: list[str]) -> None:
+    async def _lower(self, fault: Fault, texts: list[str]) -> None:
         """Remember that so much at once was too much, and half of it may do."""
         parts = halves(texts)
         if fault.size == "items":
-            self.limits.lower(items=fault.limit or len(parts[0]))
+            await self._endpoint.lower(items=fault.limit or len(parts[0]))
         elif fault.size == "bytes":
-            self.limits.lower(bytes=max(sum(map(size_in_bytes, part)) for part in parts))
+            await self._endpoint.lower(bytes=max(sum(map(size_in_bytes, part)) for part in parts))
         elif fault.size == "chars":
-            self.limits.lower(chars=max(sum(map(len, part)) for part in parts))
+            await self._endpoint.lower(chars=max(sum(map(len, part)) for part in parts))
 
 
 def _next(

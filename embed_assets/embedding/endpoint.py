@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from urllib.parse import urljoin
 
-from embed_assets.embedding.batches import Limits, Pace
-from embed_assets.embedding.faults import LONGEST_WAIT, Fault, broken_answer, other_model
+from embed_assets.embedding.batches import TOKEN_BYTES, Limits, tokens_of
+from embed_assets.embedding.faults import LONGEST_WAIT, Fault, asleep, broken_answer, other_model, resting
 from embed_assets.embedding.protocols import Answer, BadAnswer, Tei, Wire, parsed
+from embed_assets.embedding.shared import Shared
 from embed_assets.embedding.transport import Transport
+from embed_assets.errors import ErrorClass
 
 PROBE = "probe"
 CREDIT = 8  # verdicts on texts that one good answer of the endpoint vouches for
 INFO_SECONDS = 5.0
+
+
+def _number(info: object, name: str) -> int | None:
+    found = info.get(name) if isinstance(info, dict) else None
+    return found if type(found) is int else None
 
 
 class Endpoint:
@@ -31,7 +37,7 @@ class Endpoint:
         wire: Wire,
         *,
         limits: Limits,
-        pace: Pace,
+        shared: Shared,
         dimensions: int | None,
         retry_base: float,
     ) -> None:
@@ -40,22 +46,30 @@ class Endpoint:
         self.reported_model: str | None = None
         self.url = transport.shown
         self.shown = f"the embedding endpoint {self.url}"
-        self._transport, self._wire, self._pace, self._retry_base = transport, wire, pace, retry_base
-        self._asks_info = isinstance(wire, Tei) and transport.url.endswith("/embed")
+        self.sent = 0  # texts, each as often as it was sent
+        self._transport, self._wire, self._shared, self._retry_base = transport, wire, shared, retry_base
+        self._says_info = isinstance(wire, Tei) and transport.url.endswith("/embed")
+        self._knows_limits = False
         self._credit = 0
 
-    async def ask(self, texts: list[str], *, suspect: bool = False, used: int = 0) -> Answer:
+    async def ask(self, texts: list[str], *, suspect: bool = False, used: int = 0, query: bool = False) -> Answer:
         """One request, sent again while that is worth it; `used` attempts are gone. Raises the last Fault."""
         for attempt in itertools.count(used + 1):
             try:
-                return await self._once(texts)
+                return await self._once(texts, query)
             except Fault as fault:
                 fault.attempt = attempt
                 if not self._again(fault, suspect, len(texts)):
                     raise
                 pause = self._retry_base * 2 ** (attempt - 1) * random.uniform(0.8, 1.2)
-                await asyncio.sleep(max(pause, fault.retry_after or 0))
+                await self._pause(fault, max(pause, fault.retry_after or 0))
         raise AssertionError("unreachable")
+
+    async def _pause(self, fault: Fault, seconds: float) -> None:
+        """Where the server asked to be left alone, all processes leave it alone, from now on."""
+        if fault.error_class is ErrorClass.RATE_LIMITED or fault.retry_after:
+            await asyncio.to_thread(self._shared.rest, fault.trouble(self.shown), seconds=seconds)
+        await asyncio.sleep(seconds)
 
     async def vouch(self) -> None:
         """A text is only blamed while the endpoint takes other texts; else every text would be to blame.
@@ -74,16 +88,30 @@ class Endpoint:
             raise fault.trouble(self.shown) from None
 
     async def learn_limits(self) -> None:
-        """What Text Embeddings Inference says of itself, once; what others take is found out by trying."""
-        if not self._asks_info:
+        """Once: what earlier processes learned, and what Text Embeddings Inference says of itself.
+
+        What others take is found out by trying.
+        """
+        if self._knows_limits:
             return
-        self._asks_info = False
+        self._knows_limits = True
+        if known := await asyncio.to_thread(self._shared.known_limits):
+            self.limits.lower(items=known.items, bytes=known.bytes, chars=known.chars)
+        if self._says_info:
+            await self._ask_info()
+
+    async def _ask_info(self) -> None:
         try:
             info = parsed(await self._transport.get(urljoin(self._transport.url, "info"), seconds=INFO_SECONDS))
         except (Fault, BadAnswer):
             return
-        items = info.get("max_client_batch_size") if isinstance(info, dict) else None
-        self.limits.lower(items=items if type(items) is int else None)
+        items, tokens = (_number(info, name) for name in ("max_client_batch_size", "max_batch_tokens"))
+        await self.lower(items=items, bytes=tokens and tokens * TOKEN_BYTES)
+
+    async def lower(self, **limits: int | None) -> None:
+        """Remember that a request may hold no more, here and for the next process."""
+        if self.limits.lower(**limits):
+            await asyncio.to_thread(self._shared.learn, self.limits)
 
     async def close(self) -> None:
         await self._transport.close()
@@ -95,15 +123,40 @@ class Endpoint:
             return False
         return (fault.retry_after or 0) <= LONGEST_WAIT and (fault.code != "timeout" or count == 1)
 
-    async def _once(self, texts: list[str]) -> Answer:
-        await asyncio.sleep(self._pace.reserve(sum(map(len, texts)) / 4, time.monotonic()))
-        content, headers = await self._transport.post(self._wire.body(texts))
+    async def _once(self, texts: list[str], query: bool) -> Answer:
+        body = self._wire.body(texts, query=query)
+        await self._place(tokens_of(texts))
+        self.sent += len(texts)
+        try:
+            content, headers = await self._transport.post(body)
+        except Fault as fault:
+            raise asleep(fault) if self._wire.scales_to_zero else fault from None
         try:
             answer = self._wire.answer(content, len(texts), headers)
         except BadAnswer as bad:
             raise broken_answer(bad.code, repairable=bad.code == "invalid_json") from None
         self._accept(answer)
         return answer
+
+    async def _place(self, tokens: int) -> None:
+        """Wait until the endpoint may be asked, by what all processes know. Raises Fault when it rests for long.
+
+        One that refused is asked all the same: whoever got here knows of that, and may have mended it.
+        """
+        paced = False
+        while True:
+            rest = await asyncio.to_thread(self._shared.resting)
+            if rest and rest.state != "refused":
+                if rest.seconds > LONGEST_WAIT:
+                    raise resting(rest)
+                await asyncio.sleep(rest.seconds + random.uniform(0, 0.1))
+                continue
+            if paced:
+                return
+            paced = True
+            if (seconds := await asyncio.to_thread(self._shared.pace, tokens)) <= 0:
+                return
+            await asyncio.sleep(seconds)
 
     def _accept(self, answer: Answer) -> None:
         """Is it the vector space that was agreed? Raises Fault."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Literal
 
+from embed_assets.embedding.shared import Rest
 from embed_assets.errors import (
     AnswerContract,
     ClassifiedError,
@@ -26,6 +27,19 @@ ATTEMPTS = 5
 REPEATS = 2  # of a request whose answer broke the contract, or of a text that stands alone under suspicion
 LONGEST_WAIT = 60.0  # seconds; a server that wishes for more is left alone, and the caller told
 LONGEST_WISH = 3600.0
+RESTS = "resting"
+
+ADVICE = {
+    "http_401": "It does not take the key: check EMBED_API_KEY.",
+    "http_403": "The key may not use it: check EMBED_API_KEY and what it is allowed.",
+    "http_404": "There is nothing at that address, or no such model: check EMBED_URL and EMBED_MODEL.",
+    "http_400": "It refuses even a harmless text: check EMBED_PROTOCOL and EMBED_MODEL.",
+    "http_422": "It refuses even a harmless text: check EMBED_PROTOCOL and EMBED_MODEL.",
+    "untrusted_certificate": "Nobody known has signed its certificate: check EMBED_CA_BUNDLE.",
+    "wrong_width": "It serves another width than the vectors have: check EMBED_MODEL and EMBED_DIMENSIONS.",
+    "model_changed": "It serves another model than before: check EMBED_MODEL, and what was deployed there.",
+    "unknown_shape": "It speaks another protocol: check EMBED_PROTOCOL and the path in EMBED_URL.",
+}
 
 _BATCH_LIMIT = re.compile(
     r"(?:max(?:imum)?(?: allowed)? batch size|batch size.{0,40}(?:larger|greater|more) than"
@@ -35,6 +49,7 @@ _BATCH_LIMIT = re.compile(
 _TOO_LONG = re.compile(r"less than \d+ (?:tokens|characters)|context.length|too long|maximum.{0,20}tokens", re.I)
 _TOO_MANY_BYTES = re.compile(r"length limit|payload|entity too large|body.{0,20}(?:large|limit)", re.I)
 _LOADING = re.compile(r"loading|estimated_time|warming|starting", re.I)
+_ESTIMATE = re.compile(r'"estimated_time" *: *(\d+)')
 
 
 @dataclass(eq=False)
@@ -65,8 +80,9 @@ class Fault(Exception):
     def trouble(self, where: str) -> EndpointTrouble:
         """The endpoint's fault, for the caller."""
         times = "once" if self.attempt == 1 else f"{self.attempt} times"
+        advice = f". {ADVICE[self.code]}" if self.code in ADVICE else ""
         return EndpointTrouble(
-            f"{where} failed {times}, last with {self.code}",
+            f"{where} failed {times}, last with {self.code}{advice}",
             error_class=self.error_class,
             code=self.code,
             retry_after=self.retry_after,
@@ -98,6 +114,24 @@ def lost(code: str) -> Fault:
     return Fault(ErrorClass.UNAVAILABLE, code)
 
 
+def untrusted() -> Fault:
+    """A certificate that nobody we trust has signed."""
+    return Fault(ErrorClass.REFUSED, "untrusted_certificate", tries=1)
+
+
+def resting(rest: Rest) -> Fault:
+    """Nothing was sent, since another process met trouble that lasts longer than a request can wait."""
+    error_class = ErrorClass.WARMING if rest.state == "warming" else ErrorClass.UNAVAILABLE
+    return Fault(error_class, RESTS, tries=1, retry_after=rest.seconds)
+
+
+def asleep(fault: Fault) -> Fault:
+    """A 503 of an endpoint that is stopped while nobody asks it means that it is being started."""
+    if fault.code == "http_503":
+        fault.error_class, fault.tries = ErrorClass.WARMING, 1
+    return fault
+
+
 def from_status(status: int, headers: Mapping[str, str], content: bytes) -> Fault:
     """An answer other than 200."""
     words = content[:4000].decode("utf-8", "replace")
@@ -108,9 +142,11 @@ def from_status(status: int, headers: Mapping[str, str], content: bytes) -> Faul
     if status in (400, 413, 422):
         return _refused_input(status, code, words)
     if status >= 500 or status in (408, 409, 424, 425):
-        loading = status == 503 and _LOADING.search(words)
-        error_class = ErrorClass.WARMING if loading else ErrorClass.UNAVAILABLE
-        return Fault(error_class, code, splits=status in (424, 500), retry_after=wish)
+        if status == 503 and _LOADING.search(words):  # it takes minutes: the waiting is the caller's
+            estimate = _ESTIMATE.search(words)
+            wish = wish or (float(estimate[1]) if estimate else None)
+            return Fault(ErrorClass.WARMING, code, tries=1, retry_after=wish)
+        return Fault(ErrorClass.UNAVAILABLE, code, splits=status in (424, 500), retry_after=wish)
     return Fault(ErrorClass.REFUSED, code, tries=1)
 
 

@@ -47,6 +47,9 @@ class LocalEmbedder:
     identity = IDENTITY
     dimensions = DIMENSIONS
 
+    def __init__(self) -> None:
+        self.sent = 0
+
     def embed(self, texts: Sequence[str], *, stop: Stop) -> Iterator[Embedded | Rejected]:
         """Batches of 32, (n, 512) float32 each. Raises TypeError for a bare string, and what `stop` raises."""
         return self._batches(texts_given(texts), stop)
@@ -73,6 +76,7 @@ class LocalEmbedder:
         parts = []
         for begin in range(0, len(positions), SLICE):
             stop.check()
+            self.sent += len(positions[begin : begin + SLICE])
             parts.append(self._encode([texts[at] for at in positions[begin : begin + SLICE]]))
         return Embedded(positions, np.concatenate(parts), tokens=0)
 

@@ -43,7 +43,12 @@ class Wire(Protocol):
     @property
     def default_url(self) -> str | None: ...
 
-    def body(self, texts: Sequence[str]) -> bytes: ...
+    @property
+    def scales_to_zero(self) -> bool:
+        """Whether it may be stopped while nobody asks; then it answers 503 until it is up again."""
+        ...
+
+    def body(self, texts: Sequence[str], *, query: bool = False) -> bytes: ...
 
     def answer(self, content: bytes, count: int, headers: Mapping[str, str]) -> Answer:
         """Raises BadAnswer for anything but `count` vectors of one width."""
@@ -55,8 +60,9 @@ class Tei:
     """Text Embeddings Inference's `/embed`: `[[…], …]`. Over-long texts are refused, never cut."""
 
     default_url: str | None = TEI_URL
+    scales_to_zero: bool = False
 
-    def body(self, texts: Sequence[str]) -> bytes:
+    def body(self, texts: Sequence[str], *, query: bool = False) -> bytes:  # noqa: ARG002
         return orjson.dumps({"inputs": list(texts), "truncate": False})
 
     def answer(self, content: bytes, count: int, headers: Mapping[str, str]) -> Answer:
@@ -69,8 +75,9 @@ class HuggingFace:
     """A Hugging Face endpoint: `{"embeddings": [[…], …]}`, or the bare list."""
 
     default_url: str | None = None
+    scales_to_zero: bool = True
 
-    def body(self, texts: Sequence[str]) -> bytes:
+    def body(self, texts: Sequence[str], *, query: bool = False) -> bytes:  # noqa: ARG002
         return orjson.dumps({"inputs": list(texts)})
 
     def answer(self, content: bytes, count: int, headers: Mapping[str, str]) -> Answer:  # noqa: ARG002
@@ -81,15 +88,20 @@ class HuggingFace:
 class OpenAI:
     """OpenAI's `/v1/embeddings`: placed by `index`, in base64 where the server offers it.
 
-    `dimensions` is sent for models that can shorten their vectors.
+    `dimensions` is sent for models that can shorten their vectors. `says_type`: a server that adds the model's prefix
+    itself is told by `input_type` which one.
     """
 
     model: str
     dimensions: int | None = None
+    says_type: bool = False
     default_url: str | None = None
+    scales_to_zero: bool = False
 
-    def body(self, texts: Sequence[str]) -> bytes:
+    def body(self, texts: Sequence[str], *, query: bool = False) -> bytes:
         request: dict[str, Any] = {"model": self.model, "input": list(texts), "encoding_format": "base64"}
+        if self.says_type:
+            request["input_type"] = "query" if query else "passage"
         if self.dimensions:
             request["dimensions"] = self.dimensions
         return orjson.dumps(request)
@@ -108,12 +120,12 @@ class OpenAI:
         )
 
 
-def wire(name: str, *, model: str | None = None, dimensions: int | None = None) -> Wire:
+def wire(name: str, *, model: str | None = None, dimensions: int | None = None, says_type: bool = False) -> Wire:
     """The protocol of that name (`tei`, `hf`, `openai`). Raises ConfigurationError for an unknown one."""
     if name == "openai":
         if not model:
             raise ConfigurationError("the openai protocol needs the name of a model (EMBED_MODEL)")
-        return OpenAI(model, dimensions)
+        return OpenAI(model, dimensions, says_type)
     protocols: dict[str, Wire] = {"tei": Tei(), "hf": HuggingFace()}
     if name not in protocols:
         raise ConfigurationError(f"unknown embedding protocol {name!r}; known are tei, hf and openai")

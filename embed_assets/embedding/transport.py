@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from embed_assets.embedding.faults import broken_answer, from_status, lost, timed_out
+from embed_assets.embedding.faults import broken_answer, from_status, lost, timed_out, untrusted
 from embed_assets.errors import Cancelled, ConfigurationError
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Transport:
     ) -> None:
         self.url, self.shown = _checked(url), shown_url(url)
         self._seconds = attempt_timeout
-        self._headers = {"Content-Type": "application/json", **headers, **_authorization(api_key)}
+        self._headers = {"Content-Type": "application/json", **_sendable(headers), **_authorization(api_key)}
         self._proxy = _proxy(proxy)
         self._verify = _trust(ca_bundle) if url.startswith("https:") else False  # reading all CAs takes 30 ms
         self._client: httpx.AsyncClient | None = None
@@ -124,8 +124,8 @@ class Transport:
         try:
             async with self._open().stream(method, url, content=body, headers=self._headers) as response:
                 content = await self._content(response)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            raise lost("connect") from None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise untrusted() if "CERTIFICATE_VERIFY_FAILED" in str(error) else lost("connect") from None
         except (httpx.TransportError, httpx.StreamError):
             raise lost("connection_lost") from None
         if not response.is_success:
@@ -173,6 +173,13 @@ def _trust(ca_bundle: str | None) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=ca_bundle) if ca_bundle else True
     except OSError as error:
         raise ConfigurationError(f"the CA bundle {ca_bundle} cannot be read: {error}") from None
+
+
+def _sendable(headers: Mapping[str, str]) -> Mapping[str, str]:
+    for name, value in headers.items():
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or re.search(r"[^\x20-\x7e\t]", value):
+            raise ConfigurationError("EMBED_HEADERS holds a name or a value that no HTTP header can carry")
+    return headers
 
 
 def _authorization(api_key: str | None) -> dict[str, str]:

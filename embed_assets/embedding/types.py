@@ -41,6 +41,11 @@ class Embedder(Protocol):
     @property
     def dimensions(self) -> int: ...
 
+    @property
+    def sent(self) -> int:
+        """How many texts were sent by now, each as often as it was: what a drain costs beyond what it needs."""
+        ...
+
     def embed(self, texts: Sequence[str], *, stop: Stop) -> Iterator[Embedded | Rejected]:
         """Yields each request as it completes; every position once, in no promised order.
 

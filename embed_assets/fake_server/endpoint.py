@@ -52,6 +52,7 @@ class FakeEndpoint:
     max_items: int | None = None
     max_bytes: int | None = None
     max_tokens: int | None = None  # of one text
+    max_batch_tokens: int | None = None  # only said, as by TEI, which divides what is larger
     seconds_per_request: float = 0.0
     seconds_per_text: float = 0.0
     one_at_a_time: bool = False  # like a GPU
@@ -92,6 +93,7 @@ class FakeEndpoint:
         """TEI's `/info`."""
         given = {
             "max_client_batch_size": self.max_items or answers.INFO["max_client_batch_size"],
+            "max_batch_tokens": self.max_batch_tokens or answers.INFO["max_batch_tokens"],
             "max_input_length": self.max_tokens or answers.INFO["max_input_length"],
             "version": "1.8.3" if self.speaks == "tei-1.8" else "1.9.3",
             "model_id": self.model,

@@ -6,6 +6,7 @@ What does not belong here: which fault a request meets (`endpoint`, `faults`) an
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -27,6 +28,7 @@ class FakeServer(FakeEndpoint):
 
     host: str = "127.0.0.1"
     port: int = 0
+    tls: ssl.SSLContext | None = None
 
     def __enter__(self) -> FakeServer:
         stub = self
@@ -35,6 +37,8 @@ class FakeServer(FakeEndpoint):
             server_state = stub
 
         self._server = _Server((self.host, self.port), Handler)
+        if self.tls:
+            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
@@ -45,16 +49,20 @@ class FakeServer(FakeEndpoint):
         self._server.server_close()
 
     @property
+    def _base(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
+
+    @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}/embed"
+        return f"{self._base}/embed"
 
     @property
     def openai_url(self) -> str:
-        return f"http://{self.host}:{self.port}/v1/embeddings"
+        return f"{self._base}/v1/embeddings"
 
     @property
     def hf_url(self) -> str:
-        return f"http://{self.host}:{self.port}/"
+        return f"{self._base}/"
 
 
 class _Server(ThreadingHTTPServer):

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from embed_assets.corpus import Registry, TableCorpus
 from embed_assets.embedding import Embedder
+from embed_assets.embedding.shared import Rest
 from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.migrate import migrate
 from embed_assets.pipeline import Limits
 from embed_assets.ports import Ports
 from embed_assets.resources.chunk_store import ChunkStore
 from embed_assets.resources.declaration import BoundCorpus, bind
-from embed_assets.resources.embedder import Endpoint, Rest, make_embedder, resting
+from embed_assets.resources.embedder import Endpoint, make_embedder, resting
 from embed_assets.resources.enqueuer import Enqueuer
 from embed_assets.resources.lease import LeaseKeeper
 from embed_assets.resources.model_life import ModelLife, RetiredModel, make_model
@@ -144,7 +145,7 @@ def open_kind(
     migrate(url)
     postgres = Postgres(url)
     bound = bind(postgres, _as_sent(corpus, settings))
-    embedder = embedder or make_embedder(settings)
+    embedder = embedder or make_embedder(settings, shared=Endpoint(postgres, settings))
     make_tables(postgres, bound)
     active = _active(settings, postgres, corpus, active_embedder)
     try:
@@ -194,7 +195,7 @@ def _active(
     active = postgres.one("corpus.identity_of_active", {"kind": corpus.kind})
     if of_active is None or active is None:
         return None
-    embedder = embedder or make_embedder(of_active)
+    embedder = embedder or make_embedder(of_active, shared=Endpoint(postgres, of_active))
     corpus = _as_sent(corpus, of_active)
     if (identity := corpus.identity_of(embedder.identity)) != active["identity"]:
         embedder.close()

@@ -6,9 +6,12 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 
 from embed_assets.embedding import Embedder, HttpEmbedder, LocalEmbedder
+from embed_assets.embedding.batches import Limits
+from embed_assets.embedding.faults import RESTS
+from embed_assets.embedding.shared import Rest, Shared
 from embed_assets.errors import ConfigurationError, EndpointTrouble, ErrorClass
 from embed_assets.queries import query
 from embed_assets.resources.postgres import Postgres
@@ -32,15 +35,11 @@ STATES = {
     ErrorClass.CONTRACT: "refused",
 }
 LONGEST_REST = 3600.0
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Why an endpoint is left alone, and for how many seconds more."""
-
-    state: str
-    reason: str
-    seconds: float
+WARMING_SECONDS = 900.0
+TOO_LONG = (
+    f"it has been starting for more than {WARMING_SECONDS / 60:.0f} minutes: look at the endpoint's own page or log, "
+    "then drain again"
+)
 
 
 class Endpoint:
@@ -49,15 +48,25 @@ class Endpoint:
     def __init__(self, postgres: Postgres, settings: Settings) -> None:
         self._postgres = postgres
         self.key = endpoint_key(settings)
+        requests, tokens = settings.requests_per_minute, settings.tokens_per_minute
+        self._per_request = 60 / requests if requests else 0.0
+        self._per_token = 60 / tokens if tokens else 0.0
 
     def resting(self) -> Rest | None:
         """None when it may be asked now."""
         row = self._postgres.one("endpoint.resting", {"endpoint": self.key})
         return Rest(**row) if row else None
 
-    def rest(self, trouble: EndpointTrouble) -> float:
-        """Leave it alone: as long as it asked for, at most an hour, or as its class says. Returns the seconds."""
-        seconds = min(max(trouble.retry_after or 0, REST_SECONDS[trouble.error_class]), LONGEST_REST)
+    def rest(self, trouble: EndpointTrouble, *, seconds: float | None = None) -> float:
+        """Leave it alone: for `seconds`, or as long as it asked for, at most an hour, or as its class says.
+
+        Returns the seconds. What was refused because it rests already makes the rest no longer.
+        """
+        if trouble.code == RESTS:
+            return trouble.retry_after or 0.0
+        if seconds is None:
+            seconds = max(trouble.retry_after or 0, REST_SECONDS[trouble.error_class])
+        seconds = min(seconds, LONGEST_REST)
         self._postgres.execute(
             "endpoint.rest",
             {
@@ -65,13 +74,33 @@ class Endpoint:
                 "state": STATES[trouble.error_class],
                 "seconds": seconds,
                 "reason": f"{trouble.code}: {trouble}",
+                "warming": WARMING_SECONDS,
+                "refused": REST_SECONDS[ErrorClass.REFUSED],
+                "too_long": TOO_LONG,
             },
         )
         return seconds
 
-    def works(self) -> None:
-        """It answered: nobody need wait any longer."""
-        self._postgres.execute("endpoint.works", {"endpoint": self.key})
+    def works(self, *, seconds: float) -> None:
+        """It answered what it was asked `seconds` ago: nobody need wait any longer for trouble from before that."""
+        self._postgres.execute("endpoint.works", {"endpoint": self.key, "seconds": seconds})
+
+    def pace(self, tokens: int) -> float:
+        """Seconds to wait before a request of so many tokens, in line with those of all other processes."""
+        seconds = max(self._per_request, tokens * self._per_token)
+        if not seconds:
+            return 0.0
+        row = self._postgres.one("endpoint.pace", {"endpoint": self.key, "seconds": seconds})
+        return float(row["wait"]) if row else 0.0
+
+    def known_limits(self) -> Limits | None:
+        """What processes learned within the last day."""
+        row = self._postgres.one("endpoint.known_limits", {"endpoint": self.key})
+        return Limits(**row) if row else None
+
+    def learn(self, limits: Limits) -> None:
+        """For the next process."""
+        self._postgres.execute("endpoint.learn", {"endpoint": self.key, **asdict(limits)})
 
     @contextmanager
     def turn(self, stop: Stop) -> Iterator[None]:
@@ -95,8 +124,11 @@ def endpoint_key(settings: Settings) -> str:
     return hashlib.sha256(f"{settings.protocol}\x1f{settings.url or ''}\x1f{key}".encode()).hexdigest()[:32]
 
 
-def make_embedder(settings: Settings, *, for_queries: bool = False) -> Embedder:
-    """The embedder of the settings, or the one for questions. Raises ConfigurationError when something is not set."""
+def make_embedder(settings: Settings, *, shared: Shared | None = None, for_queries: bool = False) -> Embedder:
+    """The embedder of the settings, or the one for questions. Raises ConfigurationError when something is not set.
+
+    Questions are few and cannot wait: they keep to no pace and to nobody's rest.
+    """
     if settings.protocol == "local":
         if settings.url:
             raise ConfigurationError(
@@ -118,5 +150,9 @@ def make_embedder(settings: Settings, *, for_queries: bool = False) -> Embedder:
         request_items=settings.request_items,
         concurrency=settings.concurrency,
         attempt_timeout=settings.attempt_timeout_seconds,
-        query_prefix="" if settings.prefix_by == "server" else None,
+        prefix_by_server=settings.prefix_by == "server",
+        headers={name: value.get_secret_value() for name, value in settings.headers.items()},
+        ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
+        proxy=settings.proxy.get_secret_value() if settings.proxy else None,
+        shared=shared,
     )

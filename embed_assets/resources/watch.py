@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import psycopg
 
+from embed_assets.embedding.shared import Rest
 from embed_assets.errors import CorruptRow, DatabaseTrouble, RowRejected
 from embed_assets.models import Backlog
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
-from embed_assets.resources.embedder import Endpoint, Rest, resting
+from embed_assets.resources.embedder import Endpoint, resting
 from embed_assets.resources.model_life import ModelLife
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import Postgres

@@ -212,6 +212,14 @@ CREATE TABLE embed_assets.embedding_endpoints (
     until timestamptz,
     reason text,
     reported_model text,
+    warming_since timestamptz,
+    -- When the next request may be sent, where requests or tokens per minute are limited.
+    free_at timestamptz,
+    -- The most that one request may hold, as far as it was learned.
+    max_items integer,
+    max_bytes integer,
+    max_chars integer,
+    learned_at timestamptz,
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 

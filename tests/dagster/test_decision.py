@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from embed_assets.defs.decision import Decision, InFlight, Look, decide, pause
+from embed_assets.embedding.shared import Rest
 from embed_assets.models import Backlog
-from embed_assets.resources.embedder import Rest
 
 NOTHING = Backlog(due=0, feed=0, expired=0, leased=0, dead=0, waiting=0, limit=10_000, paused=False)
 QUIET = Look(NOTHING, None, busy=False)

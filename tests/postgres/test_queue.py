@@ -803,6 +803,7 @@ EMBEDDER: dict[str, tuple[object, Callable[..., object]]] = {
     "prefix_by": ("server", questioned),
     "model": ("another", identity),
     "dimensions": (4, identity),
+    "headers": ({"X-Team": "search"}, lambda **given: asked(**given).requests[0].headers.get("x-team")),
 }
 
 
@@ -855,6 +856,11 @@ ELSEWHERE = {
     "corpora": "tests/unit/test_settings.py::test_a_corpus_that_cannot_be_loaded_is_named",
     "url": "tests/e2e/test_cli.py::test_an_endpoint_that_is_down_loses_nothing",
     "lease_seconds": "tests/postgres/test_queue.py::test_a_lease_is_never_shorter_than_ten_seconds",
+    "requests_per_minute": "tests/postgres/test_endpoint.py::test_requests_of_all_processes_together_keep_to_the_pace",
+    "tokens_per_minute": "tests/postgres/test_endpoint.py::test_tokens_take_their_share_of_the_minute",
+    "ca_bundle": "tests/postgres/test_endpoint.py::"
+    "test_a_server_with_a_certificate_of_ones_own_is_trusted_by_its_bundle",
+    "proxy": "tests/postgres/test_endpoint.py::test_requests_go_through_the_proxy",
     "reconcile_seconds": "tests/postgres/test_queue.py::"
     "test_facts_are_reconciled_at_once_and_when_that_is_due_and_one_kind_s_fault_stops_no_other",
     "retention_days": "tests/postgres/test_queue.py::"

@@ -407,7 +407,7 @@ class MemoryEndpoint:
         self.memory.endpoint = str(trouble.error_class)
         return 30.0
 
-    def works(self) -> None:
+    def works(self, *, seconds: float) -> None:
         self.memory.endpoint = "ok"
 
 

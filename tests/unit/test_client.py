@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from embed_assets.embedding import Embedded, HttpEmbedder, Rejected, client
-from embed_assets.embedding.batches import Limits, Pace, batches
+from embed_assets.embedding.batches import Limits, batches
 from embed_assets.embedding.faults import from_status, retry_after
 from embed_assets.embedding.protocols import BadAnswer, OpenAI, Tei, wire
 from embed_assets.errors import (
@@ -31,6 +31,7 @@ from embed_assets.errors import (
     WaveTimeout,
 )
 from embed_assets.fake_server import FakeServer, vector_for
+from embed_assets.fake_server.answers import tokens_in
 from embed_assets.stop import Stop
 
 DATA = Path(__file__).resolve().parents[3] / "shared/data"
@@ -592,7 +593,7 @@ def test_a_size_that_is_refused_without_a_word_is_halved_and_remembered(server, 
 
 @pytest.mark.ids("E10")
 def test_requests_are_bounded_by_bytes(server, connect):
-    server.max_bytes = 200_000
+    server.max_bytes, server.says_info = 200_000, False
     texts = [f"{n}" + "é" * 40_000 for n in range(6)]
     embedder = connect()
     vectors, _ = embed(embedder, texts)
@@ -605,14 +606,24 @@ def test_requests_are_bounded_by_bytes(server, connect):
 
 @pytest.mark.ids("E10")
 def test_more_bytes_than_a_server_may_take_are_never_sent_at_once(server, connect):
+    server.says_info = False
     embed(connect(), ["汉" * 27_000] * 32)  # fewer characters than one request may hold
     assert max(len(orjson.dumps(request.body)) for request in server.requests) < 2_000_000
+
+
+@pytest.mark.ids("E10")
+@pytest.mark.parametrize("sign", ["words ", "汉"])
+def test_a_request_holds_no_more_tokens_than_the_server_computes_at_once(server, connect, sign):
+    server.max_batch_tokens = 2000
+    embed(connect(), [sign * 400] * 12)
+    assert max(sum(map(tokens_in, request.texts)) for request in server.requests) <= 2000
+    assert max(server.sizes) > 1
 
 
 @pytest.mark.ids("E11", "C-35")
 @pytest.mark.parametrize("speaks", ["tei-1.8", "tei-1.9", "openai"])
 def test_one_text_over_the_token_limit_is_found_and_sizes_stay(server, connect, speaks):
-    server.max_tokens, server.speaks = 500, speaks
+    server.max_tokens, server.speaks, server.says_info = 500, speaks, False
     texts = [*TEXTS[:3], "x " * 620, *TEXTS[3:]]
     embedder = connect()
     vectors, errors = embed(embedder, texts)
@@ -657,19 +668,6 @@ def test_batches_keep_order_and_bounds():
     assert list(batches(texts, Limits(chars=20), range(6))) == [[0, 1], [2], [3, 4, 5]]
     assert list(batches(texts, Limits(items=2), [5, 3, 1])) == [[5, 3], [1]]
     assert list(batches(texts, Limits(bytes=60), range(6))) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_pace_spreads_requests_and_tokens():
-    assert Pace().reserve(1000, now=5.0) == 0
-    pace = Pace(requests_per_minute=60, tokens_per_minute=6000)
-    assert [pace.reserve(tokens, now=5.0) for tokens in (0, 300, 0)] == [0, 1, 4]
-    assert pace.reserve(0, now=100.0) == 0
-
-
-def test_requests_keep_to_the_pace(server, connect):
-    began = time.monotonic()
-    embed(connect(requests_per_minute=600, request_items=2), TEXTS)
-    assert time.monotonic() - began >= 0.3
 
 
 # --- stopping

@@ -17,6 +17,8 @@ NUMBERS = {
     "EMBED_BATCH_SIZE",
     "EMBED_CONCURRENCY",
     "EMBED_REQUEST_ITEMS",
+    "EMBED_REQUESTS_PER_MINUTE",
+    "EMBED_TOKENS_PER_MINUTE",
     "EMBED_CALL_TIMEOUT_SECONDS",
     "EMBED_ATTEMPT_TIMEOUT_SECONDS",
     "EMBED_LEASE_SECONDS",
@@ -43,7 +45,7 @@ WORDS = {
 }
 TEXTS = {
     *("DATABASE_URL", "EMBED_HOME", "EMBED_CORPORA"),
-    *("EMBED_URL", "EMBED_QUERY_URL", "EMBED_API_KEY", "EMBED_MODEL"),
+    *("EMBED_URL", "EMBED_QUERY_URL", "EMBED_API_KEY", "EMBED_MODEL", "EMBED_CA_BUNDLE", "EMBED_PROXY"),
     *("EMBED_ACTIVE_URL", "EMBED_ACTIVE_QUERY_URL", "EMBED_ACTIVE_API_KEY", "EMBED_ACTIVE_MODEL"),
 }
 
@@ -64,7 +66,7 @@ def plain(value: Any) -> Any:
 
 def test_every_setting_is_held_by_one_of_the_tests_here():
     fields = {variable(field) for field in Settings.model_fields}
-    assert fields == NUMBERS | set(WORDS) | TEXTS
+    assert fields == NUMBERS | set(WORDS) | TEXTS | {"EMBED_HEADERS"}
     assert {variable(field) for field in FLOORS} <= NUMBERS
 
 
@@ -151,6 +153,8 @@ def test_a_wave_budget_of_zero_or_less_means_none_and_stands(monkeypatch: pytest
         ("EMBED_DIMENSIONS", "16001"),
         ("EMBED_ATTEMPT_TIMEOUT_SECONDS", "0"),
         ("EMBED_RUN_SECONDS", "-1"),
+        ("EMBED_REQUESTS_PER_MINUTE", "0"),
+        ("EMBED_TOKENS_PER_MINUTE", "-1"),
         ("EMBED_SENSOR_WAIT_SECONDS", "-1"),
         ("EMBED_RECONCILE_SECONDS", "0"),
         ("EMBED_LEASE_SECONDS", "inf"),
@@ -162,14 +166,32 @@ def test_a_number_that_can_mean_nothing_is_refused(monkeypatch: pytest.MonkeyPat
         set_all(monkeypatch, **{name: value})
 
 
-@pytest.mark.parametrize("name", ["DATABASE_URL", "EMBED_URL", "EMBED_QUERY_URL", "EMBED_API_KEY", "EMBED_MODEL"])
+@pytest.mark.parametrize("name", sorted(TEXTS - {"EMBED_HOME", "EMBED_CORPORA"}))
 def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch, name: str):
     settings = set_all(monkeypatch, **{name: ""})
     assert getattr(settings, "database_url" if name == "DATABASE_URL" else name[6:].lower()) is None
 
 
+def test_headers_are_a_json_object(monkeypatch: pytest.MonkeyPatch):
+    settings = set_all(monkeypatch, EMBED_HEADERS='{"X-Team": "search", "X-Key": "k"}')
+    assert {name: plain(value) for name, value in settings.headers.items()} == {"X-Team": "search", "X-Key": "k"}
+    assert set_all(monkeypatch, EMBED_HEADERS="").headers == {}
+
+
+@pytest.mark.parametrize("value", ["X-Key: hush", '{"X-Key": 3}', '["hush"]', "{'X-Key': 'hush'}"])
+def test_headers_of_another_form_are_refused_without_quoting_them(monkeypatch: pytest.MonkeyPatch, value: str):
+    with pytest.raises(ConfigurationError, match=r"EMBED_HEADERS: .*must be a json object of texts") as caught:
+        set_all(monkeypatch, EMBED_HEADERS=value)
+    assert "hush" not in str(caught.value)
+
+
 def test_secrets_show_in_no_form_of_the_settings_and_in_no_error(monkeypatch: pytest.MonkeyPatch):
-    secrets = {"DATABASE_URL": "postgresql://u:hush1@h/d", "EMBED_API_KEY": "hush2"}
+    secrets = {
+        "DATABASE_URL": "postgresql://u:hush1@h/d",
+        "EMBED_API_KEY": "hush2",
+        "EMBED_HEADERS": '{"X-Key": "hush3"}',
+        "EMBED_PROXY": "http://u:hush4@proxy",
+    }
     settings = set_all(monkeypatch, **secrets)
     assert "hush" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
     monkeypatch.setenv("EMBED_BATCH_SIZE", "x")
