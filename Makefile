@@ -49,6 +49,11 @@ clean:
 model: .venv/ready
 	MODEL_STEPS=$(or $(MODEL_STEPS),100000) MODEL_SEED=$(or $(MODEL_SEED),$(shell date +%s)) MODEL_MUTANTS=all $(BIN)/pytest tests/model -n 2 --dist load -q
 
+# How searches and similar probes are planned at 200,000 chunks instead of 20,000.
+.PHONY: plans
+plans: .venv/ready
+	PLAN_CHUNKS=$(or $(PLAN_CHUNKS),200000) $(BIN)/pytest tests/postgres/test_search_plans.py -q
+
 .PHONY: bench bench-text bench-retrieval
 bench: .venv/ready bench-text
 	$(BIN)/python bench/bench.py

@@ -16,16 +16,18 @@ from embed_assets import console
 from embed_assets.cli_drain import drain
 from embed_assets.cli_models import models_app
 from embed_assets.cli_operate import operate
-from embed_assets.cli_shared import FAILED, AsJson, KindName, opened_kind
+from embed_assets.cli_search import find
+from embed_assets.cli_shared import FAILED, AsJson, KindName, opened_kind, pairs
 from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError
 from embed_assets.fake_server.cli import fake_server
-from embed_assets.resources.assembly import database_url, find_corpus, query_embedders
+from embed_assets.resources.assembly import database_url, find_corpus
 from embed_assets.resources.operator import Operator
 from embed_assets.settings import load_settings
 
 logger = logging.getLogger("embed_assets")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app.add_typer(find)
 app.add_typer(operate)
 app.command()(drain)
 app.command("fake-server")(fake_server)
@@ -66,7 +68,7 @@ def load(
 
     settings = load_settings()
     corpus = find_corpus(settings, kind)
-    mapping, constants = _pairs("--map", map_), _pairs("--set", set_)
+    mapping, constants = pairs("--map", map_), pairs("--set", set_)
     with psycopg.connect(database_url(settings)) as connection, console.progress(f"load {kind}") as (bar, task):
         if corpus.table == "jobs":
             create_jobs_table(connection)
@@ -94,27 +96,6 @@ def status(kind: KindName, as_json: AsJson = False) -> None:
     else:
         console.out.print(console.status_table(report, backlog))
         console.out.print(console.latency_line(latency))
-
-
-@app.command()
-def search(
-    kind: KindName,
-    text: Annotated[str, typer.Argument(help="What to look for, in any language.")],
-    k: Annotated[int, typer.Option("-k", min=1, max=1000, help="How many rows.")] = 10,
-    as_json: AsJson = False,
-) -> None:
-    """The nearest rows, each by its best chunk."""
-    from embed_assets.search import search as find
-
-    with opened_kind(kind) as opened:
-        embedders = query_embedders(opened.settings, find_corpus(opened.settings, kind))
-        answer = find(opened.postgres, opened.bound, embedders, text, k=k)
-        for embedder in embedders.values():
-            embedder.close()
-    if as_json:
-        typer.echo(console.answer_json(answer))
-    else:
-        console.print_answer(answer)
 
 
 @app.command()
@@ -161,13 +142,3 @@ def dev(
     from embed_assets.dev import run_dev
 
     raise typer.Exit(run_dev(load_settings(), host=host, port=port))
-
-
-def _pairs(option: str, values: list[str] | None) -> dict[str, str]:
-    pairs = {}
-    for value in values or []:
-        column, found, rest = value.partition("=")
-        if not found or not column:
-            raise EmbedAssetsError(f"{option} '{value}' is not column=value. Write it like {option} title=job.name.")
-        pairs[column] = rest
-    return pairs

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from embed_assets.errors import EmbedAssetsError
 from embed_assets.resources.assembly import Kind, find_corpus, open_kind
 from embed_assets.resources.postgres import Postgres
 from embed_assets.settings import load_settings
@@ -47,3 +48,14 @@ def until_signalled(postgres: Postgres) -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def pairs(option: str, values: list[str] | None) -> dict[str, str]:
+    """`column=value` arguments by column. Raises EmbedAssetsError for one that is none."""
+    found = {}
+    for value in values or []:
+        column, equals, rest = value.partition("=")
+        if not equals or not column:
+            raise EmbedAssetsError(f"{option} '{value}' is not column=value. Write it like {option} title=job.name.")
+        found[column] = rest
+    return found

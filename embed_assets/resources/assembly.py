@@ -144,7 +144,7 @@ def open_kind(
     url = url or database_url(settings)
     migrate(url)
     postgres = Postgres(url)
-    bound = bind(postgres, _as_sent(corpus, settings))
+    bound = bind(postgres, as_sent(corpus, settings))
     embedder = embedder or make_embedder(settings, shared=Endpoint(postgres, settings))
     make_tables(postgres, bound)
     active = _active(settings, postgres, corpus, active_embedder)
@@ -164,13 +164,13 @@ def maintained(
     settings: Settings, postgres: Postgres, bound: BoundCorpus, corpus: TableCorpus, embedder: Embedder
 ) -> Maintained:
     """The model of an embedder, its tables made. Raises ConfigurationError, RetiredModel where it was retired."""
-    corpus = _as_sent(corpus, settings)
+    corpus = as_sent(corpus, settings)
     identity = corpus.identity_of(embedder.identity)
     model_id = make_model(postgres, bound, identity, embedder.dimensions)
     return Maintained(model_id, identity, settings, corpus, embedder, Endpoint(postgres, settings))
 
 
-def _as_sent(corpus: TableCorpus, settings: Settings) -> TableCorpus:
+def as_sent(corpus: TableCorpus, settings: Settings) -> TableCorpus:
     """Where the server puts the prefix of passages before a text, we must not."""
     if settings.prefix_by == "client":
         return corpus
@@ -183,7 +183,7 @@ def query_embedders(settings: Settings, corpus: TableCorpus) -> dict[str, Embedd
     for known in (settings, settings.of_active()):
         if known is not None:
             embedder = make_embedder(known, for_queries=True)
-            found.setdefault(_as_sent(corpus, known).identity_of(embedder.identity), embedder)
+            found.setdefault(as_sent(corpus, known).identity_of(embedder.identity), embedder)
     return found
 
 
@@ -196,7 +196,7 @@ def _active(
     if of_active is None or active is None:
         return None
     embedder = embedder or make_embedder(of_active, shared=Endpoint(postgres, of_active))
-    corpus = _as_sent(corpus, of_active)
+    corpus = as_sent(corpus, of_active)
     if (identity := corpus.identity_of(embedder.identity)) != active["identity"]:
         embedder.close()
         logger.warning("EMBED_ACTIVE_* names %s, but the active model is %s", identity, active["identity"])

@@ -66,6 +66,13 @@ class BoundCorpus:
     def partition(self, model_id: int) -> sql.Identifier:
         return sql.Identifier("embed_assets", self.partition_name(model_id))
 
+    def source_where(self, condition: str) -> sql.Composable:
+        """`source`, of those rows alone for which an SQL condition over the table's columns holds.
+
+        The condition is the project's own code; values stand in it as %(name)s, and a percent sign of its own as %%.
+        """
+        return _source(self.corpus, self.table, self.key_type, where=sql.SQL(condition))
+
     def key_of(self, alias: str) -> sql.Composable:
         """The native key that `alias.source_id` spells."""
         cast = sql.SQL("({}.source_id)::{}").format(sql.Identifier(alias), sql.SQL(KEY_TYPES[self.key_type]))
@@ -188,7 +195,9 @@ def _compose(corpus: TableCorpus, table: Row, columns: dict[str, Row]) -> BoundC
     )
 
 
-def _source(corpus: TableCorpus, table: sql.Composable, key_type: str) -> sql.Composable:
+def _source(
+    corpus: TableCorpus, table: sql.Composable, key_type: str, where: sql.Composable = sql.SQL("TRUE")
+) -> sql.Composable:
     """The subquery in whose scope the declaration's fragments stand alone: no column of ours can be mistaken."""
     texts = [_column(column.column) for column in corpus.columns]
     fields = [part for name in corpus.prefix_fields for part in (sql.Literal(name), _column(name))]
@@ -205,6 +214,7 @@ def _source(corpus: TableCorpus, table: sql.Composable, key_type: str) -> sql.Co
         fields=sql.SQL(", ").join(fields),
         table=table,
         key_fits=sql.SQL(fits).format(sql.Identifier(corpus.key)),
+        where=where,
     )
     return sql.SQL("({})").format(body)
 

@@ -1,6 +1,7 @@
 """SQL functions that are made from a declaration, since they join the user's table.
 
-Made anew only when the declaration says something else than the function that is there.
+Made anew only when the declaration says something else than the function that is there. What does not belong here:
+functions that are the same for every kind (`sql/migrations`).
 """
 
 from __future__ import annotations
@@ -8,21 +9,37 @@ from __future__ import annotations
 from psycopg import Cursor, sql
 
 from embed_assets.queries import query
+from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Row
+from embed_assets.resources.search_statements import nearest
 
 
-def make_function(
-    cursor: Cursor[Row],
-    create: str,
-    body: sql.Composable,
-    *,
-    name: sql.Identifier,
-    arguments: str,
-    **parts: sql.Composable,
-) -> None:
-    """Create or replace a function by the block `create`, whose {body} is `body`, in the caller's transaction."""
-    text = body.as_string(cursor).replace("%%", "%")  # fragments are written for statements that take parameters
-    signature = f"{name.as_string(cursor)}({arguments})"
-    row = cursor.execute(query("search_outbox.function_source"), {"name": signature}).fetchone()
-    if row is None or row["body"] != text:
-        cursor.execute(query(create, body=sql.Literal(text), **parts))
+def made_name(bound: BoundCorpus, verb: str) -> sql.Identifier:
+    return sql.Identifier("embed_assets", f"{verb}_{bound.kind}")
+
+
+def make_functions(cursor: Cursor[Row], bound: BoundCorpus) -> None:
+    """`tell_search_<kind>()` for the triggers, `search_<kind>(query vector, k)` for any client; where they differ."""
+    cursor.execute(query("search.load_vector"))
+    kind = sql.Literal(bound.kind)
+    tell = query("search_outbox.tell_body", kind=kind, **bound.fragments())
+    # Fragments are written for statements that take parameters, in which a percent sign is written twice.
+    _make(cursor, bound, "tell_search", "", tell.as_string(cursor).replace("%%", "%"), "search_outbox.create_tell")
+    statement = nearest(
+        bound,
+        model_id=sql.SQL("%1$s"),  # filled in by the function's format(), for which %% is a percent sign too
+        dimensions=sql.SQL("%2$s"),
+        type_=sql.SQL("%3$s"),
+        vector=sql.SQL("$1"),
+        k=sql.SQL("$2"),
+    )
+    search = query("search.function_body", kind=kind, statement=sql.Literal(statement.as_string(cursor)))
+    _make(cursor, bound, "search", "vector, integer", search.as_string(cursor), "search.create_function")
+
+
+def _make(cursor: Cursor[Row], bound: BoundCorpus, verb: str, arguments: str, body: str, create: str) -> None:
+    name = made_name(bound, verb)
+    signature = {"name": f"{name.as_string(cursor)}({arguments})"}
+    row = cursor.execute(query("search_outbox.function_source"), signature).fetchone()
+    if row is None or row["body"] != body:
+        cursor.execute(query(create, function=name, body=sql.Literal(body)))

@@ -9,10 +9,10 @@ from psycopg import Cursor, sql
 
 from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
-from embed_assets.resources.made_functions import make_function
+from embed_assets.resources.made_functions import made_name
 from embed_assets.resources.postgres import Row
 
-TRIGGERS = ("tell_search_insert", "tell_search_update")
+EVENTS = ("insert", "update")
 
 
 def make_triggers(cursor: Cursor[Row], bound: BoundCorpus, chunks: sql.Identifier) -> None:
@@ -20,19 +20,12 @@ def make_triggers(cursor: Cursor[Row], bound: BoundCorpus, chunks: sql.Identifie
 
     Making one waits for writers of that table, never for readers.
     """
-    tell = _tell(bound)
-    body = query("search_outbox.tell_body", kind=sql.Literal(bound.kind), **bound.fragments())
-    make_function(cursor, "search_outbox.create_tell", body, name=tell, arguments="", tell=tell)
-    for trigger in TRIGGERS:
-        values = {"chunks": chunks.as_string(cursor), "trigger": trigger}
+    for event in EVENTS:
+        values = {"chunks": chunks.as_string(cursor), "trigger": f"tell_search_{event}"}
         row = cursor.execute(query("search_outbox.trigger_missing"), values).fetchone()
         if row and row["missing"]:
-            event = trigger.rpartition("_")[2]
+            tell = made_name(bound, "tell_search")
             cursor.execute(query(f"search_outbox.create_{event}_trigger", chunks=chunks, tell=tell))
-
-
-def _tell(bound: BoundCorpus) -> sql.Identifier:
-    return sql.Identifier("embed_assets", f"tell_search_{bound.kind}")
 
 
 def queue_all(cursor: Cursor[Row], bound: BoundCorpus) -> int:

@@ -14,6 +14,7 @@ from psycopg import errors, sql
 from embed_assets.errors import ConfigurationError
 from embed_assets.queries import query
 from embed_assets.resources.declaration import KEY_TYPES, MAINTAINER, BoundCorpus, rights
+from embed_assets.resources.made_functions import make_functions
 from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.search_outbox import make_triggers
 
@@ -31,6 +32,7 @@ def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
         # The source's own collation: comparing keys of two collations, Postgres can use no index.
         key_type = sql.SQL("{}{}").format(sql.SQL(KEY_TYPES[bound.key_type]), bound.collation)
         cursor.execute(query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key))
+        make_functions(cursor, bound)
         make_triggers(cursor, bound, bound.chunks)
         if bound.corpus.similar:
             similar = sql.Identifier("embed_assets", f"similar_{bound.kind}")

@@ -31,7 +31,7 @@ BEGIN
 END
 
 -- name: create_tell
-CREATE OR REPLACE FUNCTION {tell}() RETURNS trigger LANGUAGE plpgsql AS {body};
+CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS {body};
 
 -- name: create_insert_trigger
 -- A trigger fires for statements that name its own table only: the parent has these two, and each partition.

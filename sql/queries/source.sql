@@ -2,7 +2,8 @@
 
 -- name: row
 -- A subquery of its own, so that a declaration's fragments see one table's columns and no column of ours can be
--- mistaken. The planner drops what a query does not ask for: texts are fetched by `load` alone.
+-- mistaken, nor of a search's filter, which stands here too. The planner drops what a query does not ask for: texts
+-- are fetched by `load` alone.
 SELECT
     (self.{key})::{key_type} AS key,
     self.{key}::text COLLATE "C" AS source_id,
@@ -13,4 +14,4 @@ SELECT
     ARRAY[{texts}] AS texts,
     json_build_object({fields}) AS fields
 FROM {table} AS self
-WHERE {key_fits};
+WHERE {key_fits} AND ({where});

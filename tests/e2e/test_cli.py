@@ -79,6 +79,17 @@ def test_load_drain_status_search(cli, tmp_path):
     assert "Posting number" in found["hits"][0]["chunk"]
 
 
+def test_search_takes_columns_and_words_into_account(cli, tmp_path):
+    cli("load", "jobs", str(write_lines(tmp_path / "jobs.jsonl", *(posting(n) for n in range(5)))))
+    cli("drain", "jobs")
+    named = cli("search", "jobs", "databases", "--hybrid", "--where", "title=Engineer 4", "--json")
+    assert [hit["title"] for hit in json.loads(named.stdout)["hits"]] == ["Engineer 4"]
+    unknown = cli("search", "jobs", "databases", "--where", "colour=red")
+    assert (unknown.returncode, "colour does not exist" in unknown.stderr) == (2, True)
+    wrong = cli("search", "jobs", "databases", "--where", "id=red")
+    assert (wrong.returncode, "--where: a value is none of its column's type" in wrong.stderr) == (2, True)
+
+
 def test_a_second_drain_sends_no_text(cli, db, tmp_path):
     cli("load", "jobs", str(write_lines(tmp_path / "jobs.jsonl", posting(1))))
     cli("drain", "jobs")

@@ -1,5 +1,5 @@
-"""Search: what never shows, what a row is found by, what happens without a query vector, and what people are told of
-depth and coverage."""
+"""Search: what never shows, what a row is found by, filters, what happens without a query vector, and what people are
+told of depth and coverage. How it is planned: `test_search_plans.py`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import numpy as np
 import pytest
 from fakes import HashEmbedder, vector_of
 from postgres.support import Db, add_job, add_jobs, asking, connect, drain, enqueue, status, value
+from psycopg.conninfo import make_conninfo
 
 from embed_assets import search as search_module
 from embed_assets.console import answer_json
+from embed_assets.corpora.jobs import jobs as jobs_corpus
 from embed_assets.embedding import Embedder, HttpEmbedder
 from embed_assets.errors import AnswerContract, ConfigurationError, EndpointTrouble, ErrorClass
 from embed_assets.fake_server import FakeServer
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
-from embed_assets.search import Answer, search
+from embed_assets.resources.postgres import Postgres
+from embed_assets.search import Answer, active_model, open_search, search
+from embed_assets.settings import Settings
 
 
-def found(kind: Kind, text: str, embedder: Embedder | None, *, k: int = 10) -> Answer:
-    return search(kind.postgres, kind.bound, asking(kind, embedder), text, k=k)
+def found(kind: Kind, text: str, embedder: Embedder | None, **options: Any) -> Answer:
+    return search(kind.postgres, kind.bound, asking(kind, embedder), text, **options)
 
 
 def ids(answer: Answer) -> list[int]:
@@ -41,16 +45,30 @@ class Failing(HashEmbedder):
         raise self.error
 
 
+class Answering(HashEmbedder):
+    """Gives every question the same vector."""
+
+    def __init__(self, vector: Any) -> None:
+        super().__init__()
+        self.vector = np.asarray(vector, dtype=np.float32)
+
+    def embed_query(self, text: str, *, timeout: float) -> np.ndarray[Any, Any]:
+        return self.vector
+
+
 WITHOUT_A_VECTOR: dict[str, Callable[[], Embedder | None]] = {
     "no embedder": lambda: None,
     "refused": lambda: Failing(EndpointTrouble("wrong key", error_class=ErrorClass.REFUSED)),
     "zero vector": lambda: Failing(AnswerContract("only zeros", code="zero_vector")),
+    "only zeros": lambda: Answering([0] * 8),
+    "not a number": lambda: Answering([float("nan")] * 8),
+    "another width": lambda: Answering([1] * 9),
     "another model": lambda: HashEmbedder(identity="another"),
     "nobody listens": lambda: HttpEmbedder("tei", "http://127.0.0.1:9/embed", identity="hash-8", model="m"),
 }
 
 
-@pytest.mark.ids("A-71")
+@pytest.mark.ids("A-71", "C-64")
 @pytest.mark.parametrize("way", WITHOUT_A_VECTOR)
 def test_without_a_query_vector_words_decide_and_that_is_said(
     kind: Kind, db: Db, way: str, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +135,53 @@ def test_each_row_is_found_once_by_its_best_chunk(kind: Kind, embedder: HashEmbe
     assert len(found(kind, "anything", exact, k=1).hits) == 1
 
 
+@pytest.mark.ids("B-44")
+@pytest.mark.parametrize("semantic", [True, False])
+def test_a_filter_holds_before_the_best_are_chosen_and_its_values_are_data(
+    kind: Kind, embedder: HashEmbedder, db: Db, semantic: bool
+) -> None:
+    add_jobs(db, 30, description="<p>needle</p>")
+    company = "O'Brien; DROP TABLE jobs --"
+    mine = add_job(db, "<p>needle in a long stack of hay</p>", company=company, company_slug="50%")
+    drain(kind)
+    asked = embedder if semantic else None
+    options = {"where": "company = %(company)s AND id > 0 AND company_slug LIKE '50%%'", "k": 3}
+    answer = found(kind, "needle", asked, values={"company": company}, **options)
+    assert ids(answer) == [mine]
+    assert ids(found(kind, "needle", asked, values={"company": "nobody"}, **options)) == []
+    assert len(found(kind, "needle", asked, k=3).hits) == 3
+
+
+def test_a_filter_s_value_may_not_take_the_name_of_one_of_ours(kind: Kind, embedder: HashEmbedder) -> None:
+    with pytest.raises(ValueError, match="k are taken"):
+        found(kind, "needle", embedder, where="id = %(k)s", values={"k": 1})
+
+
+def test_hybrid_fuses_the_ranks_of_vectors_and_words(kind: Kind, db: Db) -> None:
+    texts = ["alpha", "needle needle", "needle"]
+    nearest, both, worded = (add_job(db, f"<p>{text}</p>", title="T") for text in texts)
+    drain(kind)
+    of_nearest, of_both, of_worded = (vector_of(f"passage: T at Acme. {text}", 8) for text in texts)
+    asked = Answering(0.6 * of_nearest + 0.5 * of_both - 0.3 * of_worded)
+    assert ids(found(kind, "needle", asked)) == [nearest, both, worded]
+    assert ids(found(kind, "needle", None)) == [both, worded]
+    answer = found(kind, "needle", asked, hybrid=True, k=2)
+    assert (ids(answer)[0], len(answer.hits), answer.semantic) == (both, 2, True)
+    assert answer.hits[0].score == pytest.approx(1 / 62 + 1 / 61)
+    lexical = found(kind, "needle", None, hybrid=True)
+    assert (ids(lexical), lexical.semantic) == ([both, worded], False)
+
+
+def test_hits_carry_the_chunk_that_matched_and_the_fields_of_its_row(
+    kind: Kind, embedder: HashEmbedder, db: Db
+) -> None:
+    add_job(db, "<p>needle</p>", title="T")
+    drain(kind)
+    for answer in (found(kind, "needle", embedder), found(kind, "needle", None)):
+        [hit] = answer.hits
+        assert (hit.body, hit.chunk_index, dict(hit.fields)) == ("needle", 0, {"title": "T", "company": "Acme"})
+
+
 @pytest.mark.ids("Q29")
 def test_search_is_never_short_while_everything_is_embedded_anew(kind: Kind, embedder: HashEmbedder, db: Db) -> None:
     jobs = add_jobs(db, 12)
@@ -127,6 +192,33 @@ def test_search_is_never_short_while_everything_is_embedded_anew(kind: Kind, emb
     db.execute("SELECT embed_assets.enqueue('jobs', array_agg(id), forced => TRUE) FROM jobs")
     assert drain(kind).indexed == len(jobs)
     assert seen == [12, 12, 12]
+
+
+def test_a_client_of_another_model_leaves_everything_as_it_is(
+    kind: Kind, db: Db, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = add_job(db, "<p>marine</p>")
+    drain(kind)
+    settings = Settings(protocol="tei", url="http://127.0.0.1:9/embed", model="another")
+    db.execute("CREATE ROLE only_reads LOGIN PASSWORD 'reads'")
+    db.execute("GRANT USAGE ON SCHEMA embed_assets TO only_reads")
+    db.execute("GRANT SELECT ON ALL TABLES IN SCHEMA embed_assets, public TO only_reads")
+    url = make_conninfo(database_url, user="only_reads", password="reads")
+    try:
+        with open_search(settings, jobs_corpus, url=url) as client:
+            assert ids(client.search("marine")) == [job]
+    finally:
+        db.execute("DROP OWNED BY only_reads")
+        db.execute("DROP ROLE only_reads")
+    assert value(db, "SELECT target_model_id = active_model_id FROM embed_assets.corpora") is True
+    assert value(db, "SELECT count(*) FROM embed_assets.embedding_models") == 1
+
+
+def test_a_database_without_our_schema_is_a_clear_error(server_url: str) -> None:
+    postgres = Postgres(make_conninfo(server_url, dbname="template1"))
+    with pytest.raises(ConfigurationError, match="Nothing of 'jobs' is indexed yet"):
+        active_model(postgres, "jobs")
+    postgres.close()
 
 
 def test_a_kind_of_which_nothing_is_indexed_is_a_clear_error(kind: Kind, embedder: HashEmbedder, db: Db) -> None:
