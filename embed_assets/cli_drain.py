@@ -6,6 +6,7 @@ What does not belong here: the loop itself (`pipeline.drain`).
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -26,10 +27,13 @@ def drain(
     kind: KindName,
     watch: Annotated[bool, typer.Option("--watch", help="Go on when the queue is empty.")] = False,
     allow_clear: Annotated[bool, typer.Option(help="Believe a source that lost more than half of its rows.")] = False,
+    scope: Annotated[str | None, typer.Option("--scope", help="Only rows of this scope (a tenant).")] = None,
 ) -> None:
     """Enqueue what is stale, then embed and write wave after wave until nothing is due."""
+    if watch and scope is not None:
+        raise EmbedAssetsError("--watch serves every scope: leave out --scope, or drain the scope without --watch.")
     with opened_kind(kind) as opened, until_signalled(opened.postgres) as stop:
-        total = _until_empty(opened, stop, watch=watch, scan=True, allow_clear=allow_clear)
+        total = _until_empty(opened, stop, watch=watch, scan=True, allow_clear=allow_clear, scope=scope)
         _advance(opened, stop)
         while watch:
             try:
@@ -55,12 +59,14 @@ def _await_endpoint(kind: Kind, stop: Stop, watch: bool) -> None:
         stop.sleep(min(rest.seconds, PATIENCE_SECONDS) + 0.1)
 
 
-def _until_empty(kind: Kind, stop: Stop, *, watch: bool, scan: bool, allow_clear: bool) -> Counts:
+def _until_empty(
+    kind: Kind, stop: Stop, *, watch: bool, scan: bool, allow_clear: bool, scope: str | None = None
+) -> Counts:
     """Drain, and go on after trouble that passes by itself. Raises EndpointTrouble for any other."""
     total = Counts()
     while True:
         _await_endpoint(kind, stop, watch)
-        counts, trouble = _drain(kind, stop, scan=scan, allow_clear=allow_clear)
+        counts, trouble = _drain(kind, stop, scan=scan, allow_clear=allow_clear, scope=scope)
         total += counts
         if trouble is None:
             return total
@@ -69,7 +75,9 @@ def _until_empty(kind: Kind, stop: Stop, *, watch: bool, scan: bool, allow_clear
             raise trouble
 
 
-def _drain(kind: Kind, stop: Stop, *, scan: bool, allow_clear: bool) -> tuple[Counts, EndpointTrouble | None]:
+def _drain(
+    kind: Kind, stop: Stop, *, scan: bool, allow_clear: bool, scope: str | None
+) -> tuple[Counts, EndpointTrouble | None]:
     from embed_assets.pipeline import drain as run
 
     total, trouble = Counts(), None
@@ -89,7 +97,7 @@ def _drain(kind: Kind, stop: Stop, *, scan: bool, allow_clear: bool) -> tuple[Co
             run(
                 kind.ports,
                 f"cli-{uuid.uuid4()}",
-                limits=kind.limits,
+                limits=replace(kind.limits, scope=scope),
                 stop=stop,
                 scan=scan,
                 allow_clear=allow_clear,

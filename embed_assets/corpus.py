@@ -93,9 +93,10 @@ class TableCorpus:
     serves for joins. `prefix`: put before each chunk that is
     sent, with `{column}` fields. `revision`: an SQL expression that changes when the content does; without it, the
     md5 of the columns read here. `indexable`: an SQL condition, whether the row belongs in search now. `order`:
-    `freshest` first by `fresh_at`, or `oldest` request first. `legacy_embedding`: a column, where the table has one,
-    in which a vector was kept before: set to NULL when a row is cleared, never written otherwise, and the only thing
-    of yours that is ever touched. Raises DeclarationError, naming the field at fault.
+    `freshest` first by `fresh_at`, or `oldest` request first. `scope`: an SQL expression that says whose the row is (a
+    tenant): no scope takes more than half of a wave while others wait. `legacy_embedding`: a column, where the table
+    has one, in which a vector was kept before: set to NULL when a row is cleared, never written otherwise, and the
+    only thing of yours that is ever touched. Raises DeclarationError, naming the field at fault.
     """
 
     kind: str
@@ -107,6 +108,7 @@ class TableCorpus:
     revision: str | None = None
     fresh_at: str | None = None
     order: str = "freshest"
+    scope: str | None = None
     indexable: str = "TRUE"
     similar: Similar | None = None
     max_chars: int = 2000

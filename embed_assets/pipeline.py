@@ -39,12 +39,16 @@ GuiltyRow = (RowRejected, CorruptRow)
 
 @dataclass(frozen=True)
 class Limits:
-    """`rows` per wave; `wave_seconds`: a wave's budget (≤ 0: none); `waves`, `rows_in_all`: of one run, 0 for all."""
+    """`rows` per wave; `wave_seconds`: a wave's budget (≤ 0: none); `waves`, `rows_in_all`: of one run, 0 for all.
+
+    `scope`: claim, take back and bury only this one's entries.
+    """
 
     rows: int = 500
     wave_seconds: float = 600
     waves: int = 0
     rows_in_all: int = 0
+    scope: str | None = None
 
 
 def stage(ports: Ports, wave: Wave, stop: Stop) -> Counts:
@@ -130,9 +134,11 @@ def claim(
     waves = rows = 0
     while (not limits.waves or waves < limits.waves) and (not limits.rows_in_all or rows < limits.rows_in_all):
         left = limits.rows_in_all - rows if limits.rows_in_all else limits.rows
-        wave = ports.outbox.claim(run_id, min(limits.rows, left), failed_before=failed_before, ancestors=ancestors)
+        wave = ports.outbox.claim(
+            run_id, min(limits.rows, left), failed_before=failed_before, ancestors=ancestors, scope=limits.scope
+        )
         if wave is None:
-            if ancestors or not ports.outbox.claimable(failed_before=failed_before):
+            if ancestors or not ports.outbox.claimable(failed_before=failed_before, scope=limits.scope):
                 return
             stop.sleep(0.2)  # what is due was locked by somebody just now
             continue

@@ -1,4 +1,4 @@
-"""SQL from `sql/`, by name. Each file holds named blocks; `query("outbox.claim")` is one of them.
+"""SQL from `sql/`, by name. Each file holds named blocks; `query("claim.due")` is one of them.
 
 Data never enters here: values are `%(name)s` parameters, and `{name}` stands for identifiers and
 fragments that the project's own declarations compose with `psycopg.sql`.

@@ -139,6 +139,8 @@ class ChunkStore:
         seconds = {"seconds": time.monotonic() - started}
         cursor.execute(query("outbox.count_written"), values | counts.as_dict() | seconds)
         if close:
+            if values["ids"] is not None:
+                cursor.execute(query("outbox.give_back"), values)
             cursor.execute(query("outbox.close_wave"), values)
             cursor.execute(query("outbox.drop_plans"), {"wave_ids": [wave.wave_id]})
         return counts

@@ -37,7 +37,7 @@ MAINTAINER = "Use the role that ran 'embed-assets migrate', or grant it what tha
 class BoundCorpus:
     """A TableCorpus and the fragments by which queries speak of its table.
 
-    `source`: key, source_id, revision, indexable, rank, bytes, texts and fields of each row.
+    `source`: key, source_id, revision, indexable, rank, scope, bytes, texts and fields of each row.
     """
 
     corpus: TableCorpus
@@ -209,6 +209,7 @@ def _source(
         revision=_fragment(corpus.revision) if corpus.revision else _revision(corpus),
         indexable=_fragment(corpus.indexable),
         rank=_rank(corpus),
+        scope=_fragment(corpus.scope or "NULL"),
         bytes=sql.SQL(" + ").join(sql.SQL("coalesce(octet_length({}), 0)").format(text) for text in texts),
         texts=sql.SQL(", ").join(texts),
         fields=sql.SQL(", ").join(fields),

@@ -32,7 +32,7 @@ RANGE_KEYS = 50_000
 GUARD_STAMPS = 1_000
 GuiltyRow = (RowRejected, CorruptRow)
 # In place of the source when one row's rank cannot be computed: the others must not wait for it.
-UNRANKED = sql.SQL("(SELECT NULL::float8 AS rank, NULL::bigint AS key WHERE FALSE)")
+UNRANKED = sql.SQL("(SELECT NULL::float8 AS rank, NULL::text AS scope, NULL::bigint AS key WHERE FALSE)")
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,12 @@ class Outbox:
         *,
         failed_before: datetime = EVER,
         ancestors: Sequence[str] = (),
+        scope: str | None = None,
     ) -> Wave | None:
         """At most `limit` due entries as one wave, or None. Disjoint from every other claim, waiting for none.
 
-        `failed_before` leaves out what failed since; `ancestors` takes only what waves of these runs left.
+        `failed_before` leaves out what failed since; `ancestors` takes only what waves of these runs left; `scope`
+        takes, takes back and buries only entries of this scope.
         Also takes back what expired waves held, so no reaper needs to run.
         """
         values = {
@@ -83,6 +85,7 @@ class Outbox:
             "failed_before": failed_before,
             "ancestors": list(ancestors),
             "max_crashes": MAX_CRASHES,
+            "scope": scope,
         }
         return self._postgres.retrying(lambda cursor: self._claim(cursor, values))
 
@@ -91,10 +94,10 @@ class Outbox:
         corpus = cursor.execute(query("corpus.corpus"), values).fetchone()
         if corpus is None or corpus["paused_at"] is not None:
             return None
-        cursor.execute(query("outbox.claim_by_index"))
+        cursor.execute(query("claim.by_index"))
         tenth = self._is_tenth(cursor)
         models = self.models[::-1] if tenth else self.models
-        for statement in self._claims(tenth, bool(values["ancestors"])):
+        for statement in self._claims(tenth, bool(values["ancestors"]), values["scope"]):
             for model_id in models:
                 rows = cursor.execute(statement, {**values, "model_id": model_id}).fetchall()
                 if rows:
@@ -103,29 +106,31 @@ class Outbox:
 
     def _recover(self, cursor: Cursor[Row], values: dict[str, Any]) -> None:
         """Reap, then heal: waves before entries, as the lock order wants."""
-        expired = [row["wave_id"] for row in cursor.execute(query("outbox.reap"), values)]
+        scope = values["scope"]
+        reap = query("claim.reap", of_scope=_of_scope(scope, "claim.reap_of_scope"))
+        expired = [row["wave_id"] for row in cursor.execute(reap, values)]
         if expired:
             logger.warning("%s: the lease of wave %s had run out", self.kind, ", ".join(map(str, expired)))
             cursor.execute(query("outbox.drop_plans"), {"wave_ids": expired})
-        cursor.execute(query("outbox.heal"), values)
+        cursor.execute(query("claim.heal", of_scope=_of_scope(scope)), values)
 
     def _is_tenth(self, cursor: Cursor[Row]) -> bool:
         """Every tenth wave goes the other way round (lane, model, rank), so that nothing starves."""
-        row = cursor.execute(query("outbox.next_wave_number")).fetchone()
+        row = cursor.execute(query("claim.next_wave_number")).fetchone()
         return row is not None and row["number"] % TENTH == 0
 
-    def _claims(self, tenth: bool, of_runs: bool) -> list[sql.Composed]:
+    def _claims(self, tenth: bool, of_runs: bool, scope: str | None) -> list[sql.Composed]:
         """The claims to try in turn; suspects come after everything else."""
-        lease = query("outbox.lease")
+        parts = {"lease": query("claim.lease"), "of_scope": _of_scope(scope)}
         if of_runs:
-            return [query("outbox.claim_of_runs", lease=lease)]
+            return [query("claim.of_runs", **parts)]
         order = REVERSED if tenth else RANKED
-        return [query("outbox.claim", order=order, lease=lease), query("outbox.claim_suspect", lease=lease)]
+        return [query("claim.due", order=order, **parts), query("claim.suspect", **parts)]
 
-    def claimable(self, *, failed_before: datetime = EVER) -> bool:
+    def claimable(self, *, failed_before: datetime = EVER, scope: str | None = None) -> bool:
         """Whether anything is due now, also what a claim had to skip because it was locked."""
-        values = {"kind": self.kind, "models": self.models, "failed_before": failed_before}
-        return bool(self._row("outbox.claimable", values)["claimable"])
+        values = {"kind": self.kind, "models": self.models, "failed_before": failed_before, "scope": scope}
+        return bool(self._row("claim.claimable", values, of_scope=_of_scope(scope))["claimable"])
 
     def waves_of(self, run_id: str) -> list[Wave]:
         """The open waves of a run, for its next stage."""
@@ -230,10 +235,16 @@ class Outbox:
             rows = cursor.execute(statement, values).fetchall()
         return Status(self.kind, identity, {row["state"]: row["rows"] for row in rows})
 
-    def _row(self, name: str, values: dict[str, Any] | None = None) -> Row:
-        row = self._postgres.retrying(lambda cursor: cursor.execute(query(name), values or {}).fetchone())
+    def _row(self, name: str, values: dict[str, Any] | None = None, **fragments: sql.Composable) -> Row:
+        statement = query(name, **fragments)
+        row = self._postgres.retrying(lambda cursor: cursor.execute(statement, values or {}).fetchone())
         assert row is not None, name
         return row
+
+
+def _of_scope(scope: str | None, name: str = "claim.of_scope") -> sql.Composable:
+    """The condition that limits a step to one scope; nothing for a run of all."""
+    return sql.SQL("") if scope is None else query(name)
 
 
 def fence(cursor: Cursor[Row], wave: Wave) -> datetime:

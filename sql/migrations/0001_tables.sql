@@ -56,7 +56,7 @@ CREATE TABLE embed_assets.source_changes (
     reason text NOT NULL,
     forced boolean NOT NULL DEFAULT FALSE,
     lane smallint NOT NULL DEFAULT 0,
-    scope text,
+    scope text COLLATE "C",
     at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 CREATE INDEX source_changes_by_kind ON embed_assets.source_changes (kind, id);
@@ -68,7 +68,7 @@ CREATE TABLE embed_assets.semantic_outbox (
     kind text COLLATE "C" NOT NULL,
     source_id text COLLATE "C" NOT NULL,
     model_id integer NOT NULL,
-    scope text,
+    scope text COLLATE "C",
     reason text NOT NULL CHECK (reason IN ('write', 'scan', 'reconcile', 'backfill', 'manual')),
     lane smallint NOT NULL DEFAULT 0 CHECK (lane IN (0, 1)),
     rank double precision NOT NULL DEFAULT 'Infinity',
@@ -107,6 +107,9 @@ CREATE TABLE embed_assets.semantic_outbox (
 );
 CREATE INDEX semantic_outbox_claim ON embed_assets.semantic_outbox (kind, model_id, lane, rank, id)
 WHERE status = 'pending';
+-- From scope to scope, and one scope's in order; a kind without scopes has no part in it.
+CREATE INDEX semantic_outbox_scope ON embed_assets.semantic_outbox (kind, model_id, scope, lane, rank, id)
+WHERE status = 'pending' AND scope IS NOT NULL;
 CREATE INDEX semantic_outbox_retry ON embed_assets.semantic_outbox (kind, model_id, next_attempt_at)
 WHERE status = 'retry_wait';
 CREATE INDEX semantic_outbox_dead ON embed_assets.semantic_outbox (kind, model_id)
@@ -128,6 +131,8 @@ CREATE TABLE embed_assets.claimed_waves (
     lease_until timestamptz NOT NULL,
     closed_at timestamptz,
     outcome text CHECK (outcome IN ('written', 'released', 'expired')),
+    -- Of an expired wave: since when no entry is leased to it any more.
+    healed_at timestamptz,
     claimed integer NOT NULL DEFAULT 0,
     indexed integer NOT NULL DEFAULT 0,
     removed integer NOT NULL DEFAULT 0,
@@ -145,6 +150,8 @@ CREATE TABLE embed_assets.claimed_waves (
 ) WITH (fillfactor = 50);
 CREATE INDEX claimed_waves_open ON embed_assets.claimed_waves (kind, lease_until) WHERE closed_at IS NULL;
 CREATE INDEX claimed_waves_run ON embed_assets.claimed_waves (run_id);
+CREATE INDEX claimed_waves_unhealed ON embed_assets.claimed_waves (kind, wave_id)
+WHERE outcome = 'expired' AND healed_at IS NULL;
 CREATE INDEX claimed_waves_closed ON embed_assets.claimed_waves (closed_at) WHERE closed_at IS NOT NULL;
 
 -- A wave's plan from stage to write. Row -1 of each source is its header: what is to be done with it,

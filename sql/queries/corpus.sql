@@ -30,7 +30,9 @@ SELECT EXISTS (
 
 -- name: try_source
 -- Plans and types every fragment of the declaration without reading a row.
-SELECT source.key, source.source_id, source.revision, source.indexable, source.rank, source.texts, source.fields
+SELECT
+    source.key, source.source_id, source.revision, source.indexable, source.rank, source.scope, source.texts,
+    source.fields
 FROM {source} AS source
 LIMIT 0;
 

@@ -67,7 +67,8 @@ upserted AS (
     INSERT INTO embed_assets.semantic_outbox AS o
     (kind, source_id, model_id, scope, reason, lane, rank, forced)
     SELECT
-        %(kind)s, e.source_id, m.model_id, e.scope, e.reason, e.lane, coalesce(source.rank, 'Infinity'), e.forced
+        %(kind)s, e.source_id, m.model_id, coalesce(source.scope, e.scope), e.reason, e.lane,
+        coalesce(source.rank, 'Infinity'), e.forced
     FROM merged AS e
     CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
     LEFT JOIN {source} AS source ON source.key = {e_key}
@@ -76,6 +77,7 @@ upserted AS (
     requested_at = clock_timestamp(),
     forced = o.forced OR excluded.forced,
     lane = least(o.lane, excluded.lane),
+    scope = coalesce(excluded.scope, o.scope),
     rank = excluded.rank,
     reason = excluded.reason,
     attempts = 0,
@@ -106,7 +108,7 @@ LIMIT 1;
 -- upsert: a scan must neither rewrite the backlog nor wait for writers. `kept` counts the stamps that are to stay,
 -- so that the caller knows whether any is left over. The range of spellings keeps the join as small as the range.
 WITH ranged AS MATERIALIZED (
-    SELECT source.source_id, source.revision, source.indexable, source.rank
+    SELECT source.source_id, source.revision, source.indexable, source.rank, source.scope
     FROM {source} AS source
     WHERE (source.key > %(after)s OR %(after)s IS NULL) AND (source.key <= %(upto)s OR %(upto)s IS NULL)
 ),
@@ -115,6 +117,7 @@ judged AS MATERIALIZED (
     SELECT
         r.source_id,
         r.rank,
+        r.scope,
         r.indexable,
         m.model_id,
         m.lane,
@@ -129,8 +132,8 @@ judged AS MATERIALIZED (
 ),
 
 inserted AS (
-    INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane, rank)
-    SELECT %(kind)s, j.source_id, j.model_id, %(reason)s, j.lane, j.rank
+    INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, scope, reason, lane, rank)
+    SELECT %(kind)s, j.source_id, j.model_id, j.scope, %(reason)s, j.lane, j.rank
     FROM judged AS j
     WHERE
         j.indexable AND j.stale
@@ -174,11 +177,11 @@ LIMIT 1;
 
 -- name: clear_range
 -- Stamped rows that are gone or not indexable are enqueued, so that a wave clears them.
-INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lane, rank)
-SELECT %(kind)s, s.source_id, s.model_id, %(reason)s, 0, coalesce(found.rank, 'Infinity')
+INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, scope, reason, lane, rank)
+SELECT %(kind)s, s.source_id, s.model_id, found.scope, %(reason)s, 0, coalesce(found.rank, 'Infinity')
 FROM embed_assets.semantic_stamps AS s
 LEFT JOIN LATERAL (
-    SELECT source.indexable, source.rank FROM {source} AS source WHERE source.key = {s_key}
+    SELECT source.indexable, source.rank, source.scope FROM {source} AS source WHERE source.key = {s_key}
     OFFSET 0
 ) AS found ON TRUE
 WHERE
@@ -214,8 +217,8 @@ WHERE
     AND s.chunk_count = c.chunk_count AND c.present <> c.chunk_count;
 
 -- name: heal_lost
--- Facts again: the lease stands on the wave, so a leased entry whose wave is not there (a table restored without the
--- other) would wait for ever. The numbers are found first and compared as constants: joined under FOR UPDATE, an entry
+-- Facts again: the lease stands on the wave, so a leased entry whose wave is not there, or says that it took all its
+-- entries along (a table restored without the other), would wait for ever. The numbers are found first and compared as constants: joined under FOR UPDATE, an entry
 -- that is claimed meanwhile would be judged by its new wave, which this statement cannot see.
 WITH lost AS MATERIALIZED (
     SELECT e.kind, e.source_id, e.model_id
@@ -226,7 +229,10 @@ WITH lost AS MATERIALIZED (
             SELECT DISTINCT l.wave_id FROM embed_assets.semantic_outbox AS l
             WHERE
                 l.kind = %(kind)s AND l.status = 'leased'
-                AND NOT EXISTS (SELECT FROM embed_assets.claimed_waves AS w WHERE w.wave_id = l.wave_id)
+                AND NOT EXISTS (
+                    SELECT FROM embed_assets.claimed_waves AS w
+                    WHERE w.wave_id = l.wave_id AND (w.closed_at IS NULL OR w.outcome = 'expired')
+                )
         ))
     ORDER BY e.source_id, e.model_id
     FOR UPDATE OF e SKIP LOCKED

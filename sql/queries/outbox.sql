@@ -1,194 +1,6 @@
 -- The queue. Lock order everywhere: kind (advisory) -> wave -> entries by source id -> chunks.
 -- clock_timestamp() of the database is the only clock; it stands in a subselect where an index must see it.
 
--- name: reap
--- Close the waves whose lease ran out. A wave that is being written holds its row: it is skipped.
-WITH expired AS MATERIALIZED (
-    SELECT w.wave_id FROM embed_assets.claimed_waves AS w
-    WHERE w.kind = %(kind)s AND w.closed_at IS NULL AND w.lease_until <= (SELECT clock_timestamp())
-    ORDER BY w.wave_id
-    FOR UPDATE SKIP LOCKED
-)
-UPDATE embed_assets.claimed_waves AS w
-SET
-    closed_at = clock_timestamp(),
-    outcome = 'expired',
-    lost = w.claimed - (w.indexed + w.removed + w.gone + w.superseded + w.failed + w.dead)
-FROM expired
-WHERE w.wave_id = expired.wave_id
-RETURNING w.wave_id;
-
--- name: heal
--- No leased entry may point at a closed wave. The lost lease of a started wave is a crash of its entries
--- (one that had not begun harmed nobody); the third kills. It failed when its lease ran out, not now that this is
--- found: a drain that begins later takes it at once.
-WITH orphans AS MATERIALIZED (
-    SELECT
-        e.kind,
-        e.source_id,
-        e.model_id,
-        w.run_id,
-        w.claimed_at,
-        w.lease_until,
-        (w.outcome = 'expired' AND w.started_at IS NOT NULL)::integer AS crash
-    FROM embed_assets.semantic_outbox AS e
-    INNER JOIN embed_assets.claimed_waves AS w ON w.wave_id = e.wave_id
-    WHERE e.kind = %(kind)s AND e.status = 'leased' AND w.closed_at IS NOT NULL
-    ORDER BY e.source_id, e.model_id
-    FOR UPDATE OF e SKIP LOCKED
-),
-
-healed AS (
-    UPDATE embed_assets.semantic_outbox AS o
-    SET
-        crashes = o.crashes + r.crash,
-        status = CASE WHEN o.crashes + r.crash >= %(max_crashes)s THEN 'dead' ELSE 'pending' END,
-        failures = o.failures + r.crash,
-        first_failed_at = CASE WHEN r.crash = 1 THEN coalesce(o.first_failed_at, r.lease_until)
-        ELSE o.first_failed_at END,
-        last_failed_at = CASE WHEN r.crash = 1 THEN r.lease_until ELSE o.last_failed_at END,
-        error_code = CASE WHEN r.crash = 1 THEN 'LEASE_ATTEMPTS_EXHAUSTED' ELSE o.error_code END,
-        error_class = CASE WHEN r.crash = 1 THEN 'LEASE_ATTEMPTS_EXHAUSTED' ELSE o.error_class END,
-        error_message = CASE WHEN r.crash = 1 THEN 'the process that worked on it did not come back'
-        ELSE o.error_message END
-    FROM orphans AS r
-    WHERE o.kind = r.kind AND o.source_id = r.source_id AND o.model_id = r.model_id
-    RETURNING o.*, r.run_id, r.claimed_at
-)
-
-INSERT INTO embed_assets.semantic_outbox_log
-(
-    kind, source_id, model_id, outcome, reason, claims, attempts, enqueued_at, claimed_at, run_id, wave_id,
-    error_code, error_class
-)
-SELECT
-    h.kind, h.source_id, h.model_id, 'dead', h.reason, h.claims, h.attempts, h.enqueued_at, h.claimed_at, h.run_id,
-    h.wave_id, h.error_code, h.error_class
-FROM healed AS h
-WHERE h.status = 'dead'
-ORDER BY h.source_id;
-
--- name: claim_by_index
--- For the claims of this transaction: the order comes from an index at any size. Without statistics the planner
--- would take the whole backlog for one row, and sort it.
-SELECT
-    set_config('enable_sort', 'off', TRUE),
-    set_config('enable_bitmapscan', 'off', TRUE),
-    set_config('enable_seqscan', 'off', TRUE);
-
--- name: claim
--- Due retries (at most a quarter) and pending entries become a wave in one statement. SKIP LOCKED: two claims
--- never wait for each other and never share a row. An empty claim makes no wave.
--- The limit of the ordered part is a plain number and its conditions are ones that the planner can count: else it
--- sorts the whole backlog. What it locks beyond the wave's rows is free again at commit.
-WITH retries AS MATERIALIZED (
-    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
-    WHERE
-        o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'retry_wait'
-        AND o.next_attempt_at <= (SELECT clock_timestamp())
-        AND o.crashes < 2 AND o.timeouts < 2
-        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
-    ORDER BY o.next_attempt_at
-    LIMIT greatest(1, %(limit)s / 4)
-    FOR UPDATE SKIP LOCKED
-),
-
-ordered AS MATERIALIZED (
-    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
-    WHERE
-        o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
-        AND o.crashes < 2 AND o.timeouts < 2
-        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
-    ORDER BY {order}
-    LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED
-),
-
-pending AS (
-    SELECT ordered.* FROM ordered LIMIT greatest(0, %(limit)s - (SELECT count(*) FROM retries))
-),
-
-{lease};
-
--- name: claim_suspect
--- An entry whose wave crashed or timed out twice goes alone, and only when nothing else is due.
-WITH retries AS MATERIALIZED (
-    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
-    WHERE
-        o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'retry_wait'
-        AND o.next_attempt_at <= (SELECT clock_timestamp())
-        AND (o.crashes >= 2 OR o.timeouts >= 2)
-        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
-    ORDER BY o.next_attempt_at
-    LIMIT 1
-    FOR UPDATE SKIP LOCKED
-),
-
-pending AS MATERIALIZED (
-    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
-    WHERE
-        o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
-        AND (o.crashes >= 2 OR o.timeouts >= 2)
-        AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
-    ORDER BY o.lane, o.rank, o.id
-    LIMIT 1 - (SELECT count(*) FROM retries)
-    FOR UPDATE SKIP LOCKED
-),
-
-{lease};
-
--- name: claim_of_runs
--- What the closed waves of a re-executed run left: as new waves with new tokens. If another drain took the
--- entries meanwhile, this is empty.
-WITH retries AS MATERIALIZED (
-    SELECT NULL::text AS kind, NULL::text AS source_id, NULL::integer AS model_id WHERE FALSE
-),
-
-pending AS MATERIALIZED (
-    SELECT o.kind, o.source_id, o.model_id FROM embed_assets.semantic_outbox AS o
-    WHERE
-        o.kind = %(kind)s AND o.model_id = %(model_id)s AND o.status = 'pending'
-        AND o.crashes < 2 AND o.timeouts < 2
-        AND o.wave_id IN (
-            SELECT w.wave_id FROM embed_assets.claimed_waves AS w WHERE w.run_id = ANY(%(ancestors)s)
-        )
-    ORDER BY o.lane, o.rank, o.id
-    LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED
-),
-
-{lease};
-
--- name: lease
--- The second half of every claim: the wave, and its entries pointed at it.
--- Entries are looked up by the keys that come out of the first half, not by constants: without statistics (the
--- table fills and empties all day) the planner would take a constant kind for one row and join quadratically.
-taken AS (
-    SELECT kind, source_id, model_id FROM retries
-    UNION ALL
-    SELECT kind, source_id, model_id FROM pending
-),
-
-wave AS (
-    INSERT INTO embed_assets.claimed_waves (kind, model_id, run_id, lease_until, claimed)
-    SELECT %(kind)s, %(model_id)s, %(run_id)s, clock_timestamp() + %(lease)s * interval '1 second', count(*)
-    FROM taken
-    HAVING count(*) > 0
-    RETURNING wave_id, token, kind, model_id, run_id, claimed_at
-),
-
-leased AS (
-    UPDATE embed_assets.semantic_outbox AS o
-    SET status = 'leased', wave_id = wave.wave_id, claims = o.claims + 1
-    FROM taken, wave
-    WHERE o.kind = taken.kind AND o.source_id = taken.source_id AND o.model_id = taken.model_id
-    RETURNING o.id, o.source_id, o.forced
-)
-
-SELECT wave.*, leased.id AS entry_id, leased.source_id, leased.forced
-FROM wave CROSS JOIN leased
-ORDER BY leased.source_id;
-
 -- name: waves_of_run
 -- The open waves of this run, as their next stage finds them.
 SELECT w.wave_id, w.token, w.kind, w.model_id, w.run_id, w.claimed_at, e.id AS entry_id, e.source_id, e.forced
@@ -196,29 +8,6 @@ FROM embed_assets.claimed_waves AS w
 INNER JOIN embed_assets.semantic_outbox AS e ON e.wave_id = w.wave_id AND e.status = 'leased'
 WHERE w.kind = %(kind)s AND w.run_id = %(run_id)s AND w.closed_at IS NULL
 ORDER BY w.wave_id, e.source_id;
-
--- name: claimable
--- "Empty" is believed only when this says so: a claim may have skipped rows that somebody had locked.
--- A paused kind gives nothing, however much is due: whoever waits for it would wait for ever.
-SELECT NOT EXISTS (
-    SELECT FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s AND c.paused_at IS NOT NULL
-) AND (
-    EXISTS (
-        SELECT FROM embed_assets.semantic_outbox AS o
-        WHERE
-            o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'pending'
-            AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
-    ) OR EXISTS (
-        SELECT FROM embed_assets.semantic_outbox AS o
-        WHERE
-            o.kind = %(kind)s AND o.model_id = ANY(%(models)s) AND o.status = 'retry_wait'
-            AND o.next_attempt_at <= (SELECT clock_timestamp())
-            AND (o.last_failed_at IS NULL OR o.last_failed_at < %(failed_before)s)
-    )
-) AS claimable;
-
--- name: next_wave_number
-SELECT coalesce(max(w.wave_id), 0) + 1 AS number FROM embed_assets.claimed_waves AS w;
 
 -- name: renew
 -- A heartbeat touches only the wave's row. A row that is locked (its own write, or a reaper) is skipped, which is
@@ -428,6 +217,18 @@ SET
     superseded = superseded + %(superseded)s,
     write_seconds = coalesce(write_seconds, 0) + %(seconds)s
 WHERE wave_id = %(wave_id)s;
+
+-- name: give_back
+-- A wave that was written in parts leaves nothing behind when it is closed: heal looks at expired waves alone.
+WITH held AS MATERIALIZED (
+    SELECT e.kind, e.source_id, e.model_id FROM embed_assets.semantic_outbox AS e
+    WHERE e.kind = %(kind)s AND e.model_id = %(model_id)s AND e.wave_id = %(wave_id)s AND e.status = 'leased'
+    ORDER BY e.source_id
+    FOR UPDATE
+)
+UPDATE embed_assets.semantic_outbox AS o SET status = 'pending'
+FROM held
+WHERE o.kind = held.kind AND o.source_id = held.source_id AND o.model_id = held.model_id;
 
 -- name: close_wave
 -- What is not accounted for went back to pending: lost to this wave, to nobody else.

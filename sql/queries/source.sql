@@ -10,6 +10,7 @@ SELECT
     ({revision})::text AS revision,
     ({indexable}) IS TRUE AS indexable,
     {rank} AS rank,
+    ({scope})::text COLLATE "C" AS scope,
     {bytes} AS bytes,
     ARRAY[{texts}] AS texts,
     json_build_object({fields}) AS fields

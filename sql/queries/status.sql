@@ -28,13 +28,22 @@ SELECT
         WHERE kind = %(kind)s AND closed_at IS NULL AND lease_until <= (SELECT clock_timestamp())
     ) + (
         -- Closed waves of which an entry is still leased: somebody had it locked when the wave was reaped.
-        SELECT count(DISTINCT w.wave_id) FROM embed_assets.semantic_outbox AS e
-        INNER JOIN embed_assets.claimed_waves AS w ON w.wave_id = e.wave_id
-        WHERE e.kind = %(kind)s AND e.status = 'leased' AND w.closed_at IS NOT NULL
+        SELECT count(*) FROM embed_assets.claimed_waves AS w
+        WHERE
+            w.kind = %(kind)s AND w.outcome = 'expired' AND w.healed_at IS NULL
+            AND EXISTS (
+                SELECT FROM embed_assets.semantic_outbox AS e WHERE e.wave_id = w.wave_id AND e.status = 'leased'
+            )
     ) AS expired,
     (
         SELECT count(*) FROM (
-            SELECT FROM embed_assets.semantic_outbox WHERE kind = %(kind)s AND status = 'leased' LIMIT %(limit)s
+            -- Wave by wave, not by state: under a held snapshot every entry that was ever leased would be read.
+            SELECT FROM embed_assets.claimed_waves AS w
+            CROSS JOIN LATERAL (
+                SELECT FROM embed_assets.semantic_outbox AS e WHERE e.wave_id = w.wave_id AND e.status = 'leased'
+            ) AS leased
+            WHERE w.kind = %(kind)s AND w.closed_at IS NULL
+            LIMIT %(limit)s
         ) AS bounded
     ) AS leased,
     (

@@ -44,11 +44,12 @@ def touched(kind: Kind, db: Connection, name: str, **fragments: sql.Composable) 
     """Run a step of the claim as the claim runs it, and take it back."""
     values = {"kind": "jobs", "model_id": kind.model_id, "run_id": "r", "limit": ROWS, "lease": 120}
     values |= {"failed_before": EVER, "max_crashes": MAX_CRASHES}
-    text = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + query(name, **fragments).as_bytes(db)
+    statement = query(name, of_scope=sql.SQL(""), **fragments)
+    text = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + statement.as_bytes(db)
     with db.transaction(force_rollback=True):
-        if fragments:
-            db.execute(query("outbox.claim_by_index"))
-        row = db.execute(text, values).fetchone()
+        if "lease" in fragments:
+            db.execute(query("claim.by_index"))
+        row = db.execute(text, values | {"scope": None}).fetchone()
     assert row is not None
     plan = row[0][0]["Plan"]
     return Touched(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"], list(_nodes(plan)))
@@ -61,7 +62,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def claim(kind: Kind, db: Connection) -> Touched:
-    return touched(kind, db, "outbox.claim", order=RANKED, lease=query("outbox.lease"))
+    return touched(kind, db, "claim.due", order=RANKED, lease=query("claim.lease"))
 
 
 @pytest.mark.ids("P12")
@@ -72,11 +73,11 @@ def test_finished_entries_cost_a_claim_a_page_for_four_of_them_at_most_while_a_s
     backlog(claimer, db, FINISHED + 2 * ROWS)
     db.execute("ALTER TABLE embed_assets.semantic_outbox SET (autovacuum_enabled = off)")
     with held_snapshot(database_url) if held else nullcontext():
-        before = claim(claimer, db).pages + touched(claimer, db, "outbox.heal").pages
+        before = claim(claimer, db).pages + touched(claimer, db, "claim.heal").pages
         work_off(claimer, db, FINISHED // ROWS, ROWS)
         if held:
             assert dead(db) <= 2 * FINISHED + ROWS  # the claim that was taken back
-        after = claim(claimer, db).pages + touched(claimer, db, "outbox.heal").pages
+        after = claim(claimer, db).pages + touched(claimer, db, "claim.heal").pages
         print(f"held {held}: {before} pages before, {after} after {FINISHED} finished entries")
         assert (after - before) * 4 <= FINISHED
     assert embedder.texts == []

@@ -234,10 +234,22 @@ def claimed(before: Snapshot, after: Snapshot, wave: Any, limit: int) -> None:
     assert after.waves[wave.wave_id].claimed == len(mine) <= limit, "the wave is larger than was asked for"
     entries = [after.entries[slot] for slot in mine]
     assert len(mine) == 1 or not any(e.crashes >= 2 or e.timeouts >= 2 for e in entries), "a suspect is not alone"
+    _shared(entries, after, limit)
     for slot in mine:
         old = before.entries[slot]
         was_due = old.status == "pending" or (old.status == "retry_wait" and old.ripe)
         assert was_due or (old.status == "leased" and _over(before.waves[old.wave_id])), f"row {slot} was not due"
+
+
+def _shared(taken: list[Any], after: Snapshot, limit: int) -> None:
+    """No scope has more than half of a wave while others wait."""
+    for scope, number in Counter(e.scope for e in taken).items():
+        left = {
+            slot
+            for slot, e in after.entries.items()
+            if e.status == "pending" and e.scope not in (None, scope) and e.crashes < 2 and e.timeouts < 2
+        }
+        assert number <= max(1, limit // 2) or not left, f"{scope} took {number} of {limit} while {left} wait"
 
 
 def _over(wave: Any) -> bool:
@@ -264,7 +276,7 @@ def written(
     `settled`: the source is the same since the last look at it.
     """
     held = before.leased(wave_id)
-    mine = held if ids is None else held & ids
+    mine = held if ids is None or close else held & ids  # a wave that is closed gives back the rest
     untouched(before, after, but=mine)
     claimed_at = before.waves[wave_id].claimed_at
     for slot in mine:

@@ -29,7 +29,8 @@ from embed_assets.settings import Settings
 
 SLOTS = ("1", "2", "3", "4", "5", "6")
 INDEXABLE = "closed_at IS NULL AND duplicate_of IS NULL AND is_tech IS TRUE"
-CORPUS = replace(jobs, max_chars=100)
+# Rows 3 and 6 are of one scope, the others of another.
+CORPUS = replace(jobs, max_chars=100, scope="CASE WHEN self.id % 3 = 0 THEN 'far' ELSE 'near' END")
 PREFIX = "passage: Title at Acme. "
 STATE_TABLES = (
     "source_changes",
@@ -171,7 +172,7 @@ class Snapshot:
 LOOK = f"""
 SELECT source_id, status, wave_id, attempts, crashes, timeouts, deaths, failures, forced, requested_at, revision,
     revision_known, error_class, dismissed_at IS NOT NULL AS dismissed, next_attempt_at <= clock_timestamp() AS ripe,
-    last_failed_at, enqueued_at
+    last_failed_at, enqueued_at, scope
 FROM embed_assets.semantic_outbox;
 SELECT wave_id, token, started_at IS NOT NULL AS started, lease_until <= clock_timestamp() AS lapsed, outcome,
     closed_at IS NOT NULL AS closed, claimed_at, claimed, indexed, removed, gone, superseded, failed, dead, lost, texts

@@ -29,6 +29,7 @@ from postgres.support import (
     wave_of,
     wave_row,
 )
+from psycopg import sql
 
 from embed_assets.errors import AnswerContract, InputRejected
 from embed_assets.models import Failure, Wave
@@ -240,18 +241,26 @@ def test_empty_claim_is_not_believed_while_a_due_entry_is_locked(kind: Kind, db:
     assert not kind.outbox.claimable()
 
 
-def plan_of_claim(kind: Kind, db: Db, order: Any) -> dict[str, Any]:
-    """The plan of the part that walks the backlog in order."""
-    values = {"kind": "jobs", "model_id": kind.model_id, "run_id": "r", "limit": 500, "lease": 120}
-    statement = query("outbox.claim", order=order, lease=query("outbox.lease"))
+def plan_of_claim(kind: Kind, db: Db, order: Any, scope: str | None = None) -> list[dict[str, Any]]:
+    """The nodes of a claim's plan."""
+    values = {"kind": "jobs", "model_id": kind.model_id, "run_id": "r", "limit": 500, "lease": 120, "scope": scope}
+    of_scope = query("claim.of_scope") if scope else sql.SQL("")
+    statement = query("claim.due", order=order, lease=query("claim.lease"), of_scope=of_scope)
     text = b"EXPLAIN (FORMAT JSON) " + statement.as_bytes(db)
     with db.transaction():
-        db.execute(query("outbox.claim_by_index"))
+        db.execute(query("claim.by_index"))
         plan = db.execute(text, values | {"failed_before": EVER}).fetchone()
     assert plan is not None
-    found = [node for node in _nodes(plan[0][0]["Plan"]) if node.get("Subplan Name") == "CTE ordered"]
-    assert len(found) == 1, json.dumps(plan[0])
-    return dict(found[0])
+    return _nodes(plan[0][0]["Plan"])
+
+
+def walk(nodes: list[dict[str, Any]], cte: str) -> tuple[list[str], str, str]:
+    """How one part of a claim reads the backlog: its nodes, its index, its direction."""
+    found = [node for node in nodes if node.get("Subplan Name") == f"CTE {cte}"]
+    assert len(found) == 1, json.dumps(nodes)
+    below = _nodes(found[0])
+    last = next(node for node in reversed(below) if "Index Name" in node)
+    return [node["Node Type"] for node in below], last["Index Name"], last["Scan Direction"]
 
 
 def _nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
@@ -270,9 +279,20 @@ def test_claim_walks_the_partial_index_without_sort_or_join(kind: Kind, db: Db, 
     if analysed:
         db.execute("ANALYZE embed_assets.semantic_outbox")
     for order, direction in ((RANKED, "Forward"), (REVERSED, "Backward")):
-        nodes = _nodes(plan_of_claim(kind, db, order))
-        assert [node["Node Type"] for node in nodes] == ["Limit", "LockRows", "Index Scan"]
-        assert (nodes[-1]["Index Name"], nodes[-1]["Scan Direction"]) == ("semantic_outbox_claim", direction)
+        nodes = plan_of_claim(kind, db, order)
+        walked = ["Limit", "LockRows", "Index Scan"]
+        assert walk(nodes, "ordered") == (walked, "semantic_outbox_claim", direction)
+        others, index, way = walk(nodes, "others")
+        assert (others, index, way) == (
+            ["Nested Loop", "CTE Scan", "Subquery Scan", *walked],
+            "semantic_outbox_scope",
+            direction,
+        )
+        assert walk(nodes, "hops")[:2] == (
+            ["Recursive Union", "CTE Scan", "Limit", "Index Only Scan", "WorkTable Scan"],
+            "semantic_outbox_scope",
+        )
+        assert walk(plan_of_claim(kind, db, order, "acme"), "ordered") == (walked, "semantic_outbox_scope", direction)
 
 
 # Those who do not come back

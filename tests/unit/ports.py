@@ -184,8 +184,15 @@ class MemoryOutbox:
         return self.memory.tick()
 
     def claim(
-        self, run_id: str, limit: int, *, failed_before: datetime = EVER, ancestors: Sequence[str] = ()
+        self,
+        run_id: str,
+        limit: int,
+        *,
+        failed_before: datetime = EVER,
+        ancestors: Sequence[str] = (),
+        scope: str | None = None,
     ) -> Wave | None:
+        assert scope is None, "these rows have no scopes"
         self._recover()
         free = [e for e in self._due(failed_before) if e.source_id not in self.memory.locked]
         if ancestors:
@@ -196,7 +203,7 @@ class MemoryOutbox:
         suspects = [] if ancestors else [e for e in free if e.suspect][:1]
         return self._lease(run_id, retries + pending or suspects)
 
-    def claimable(self, *, failed_before: datetime = EVER) -> bool:
+    def claimable(self, *, failed_before: datetime = EVER, scope: str | None = None) -> bool:
         return bool(self._due(failed_before))
 
     def start(self, wave: Wave) -> None:
