@@ -37,13 +37,7 @@ SELECT
     ) AS expired,
     (
         SELECT count(*) FROM (
-            -- Wave by wave, not by state: under a held snapshot every entry that was ever leased would be read.
-            SELECT FROM embed_assets.claimed_waves AS w
-            CROSS JOIN LATERAL (
-                SELECT FROM embed_assets.semantic_outbox AS e WHERE e.wave_id = w.wave_id AND e.status = 'leased'
-            ) AS leased
-            WHERE w.kind = %(kind)s AND w.closed_at IS NULL
-            LIMIT %(limit)s
+            SELECT FROM embed_assets.semantic_outbox WHERE kind = %(kind)s AND status = 'leased' LIMIT %(limit)s
         ) AS bounded
     ) AS leased,
     (
