@@ -218,8 +218,9 @@ WHERE
 
 -- name: heal_lost
 -- Facts again: the lease stands on the wave, so a leased entry whose wave is not there, or says that it took all its
--- entries along (a table restored without the other), would wait for ever. The numbers are found first and compared as constants: joined under FOR UPDATE, an entry
--- that is claimed meanwhile would be judged by its new wave, which this statement cannot see.
+-- entries along (a table restored without the other), would wait for ever. The numbers are found first and compared as
+-- constants: joined under FOR UPDATE, an entry that is claimed meanwhile would be judged by its new wave, which this
+-- statement cannot see.
 WITH lost AS MATERIALIZED (
     SELECT e.kind, e.source_id, e.model_id
     FROM embed_assets.semantic_outbox AS e

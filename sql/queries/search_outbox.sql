@@ -18,13 +18,17 @@ SELECT
         AS missing;
 
 -- name: tell_body
--- One statement of whoever writes chunks tells each row once: indexable rows of the active model only.
+-- One statement of whoever writes chunks tells each row once: indexable rows of the active model only. Row by row, so
+-- that another row which cannot be read hinders nobody's write.
 BEGIN
     INSERT INTO embed_assets.search_outbox (kind, source_id, op)
     SELECT DISTINCT k.kind, source.source_id, 'upsert'
     FROM written AS w
     INNER JOIN embed_assets.corpora AS k ON k.kind = {kind} AND k.active_model_id = w.model_id
-    INNER JOIN {source} AS source ON source.key = w.{key}
+    CROSS JOIN LATERAL (
+        SELECT found.source_id, found.indexable FROM {source} AS found WHERE found.key = w.{key}
+        OFFSET 0
+    ) AS source
     WHERE source.indexable
     ORDER BY source.source_id;
     RETURN NULL;
