@@ -54,13 +54,17 @@ model: .venv/ready
 plans: .venv/ready
 	PLAN_CHUNKS=$(or $(PLAN_CHUNKS),200000) $(BIN)/pytest tests/postgres/test_search_plans.py -q
 
-.PHONY: bench bench-text bench-retrieval
-bench: .venv/ready bench-text
+.PHONY: bench bench-text bench-drain bench-retrieval
+bench: .venv/ready bench-text bench-drain
 	$(BIN)/python bench/bench.py
 
 # Rows a second that cleaning and cutting take; FILE=rows.jsonl COLUMN=body KIND=Markdown for rows of your own.
 bench-text: .venv/ready
 	$(BIN)/python -m bench.text $(FILE) $(COLUMN) $(KIND)
+
+# 4,000 postings through one process, beside a bare loop to the same instant server and a bare COPY.
+bench-drain: .venv/ready
+	$(BIN)/python -m bench.drain
 
 # Recall by chunks and by whole texts, on questions in FOLDER (BEIR's form) or in ../shared/data/retrieval/germanquad.
 bench-retrieval: .venv/ready

@@ -21,7 +21,7 @@ from pgvector.psycopg import register_vector
 
 from embed_assets import pipeline, server
 from embed_assets.corpora.jobs import jobs
-from embed_assets.embedding import Embedded
+from embed_assets.embedding import Embedded, Embedder
 from embed_assets.load import create_jobs_table
 from embed_assets.migrate import migrate
 from embed_assets.resources.assembly import Kind, assemble, maintained
@@ -57,7 +57,8 @@ class InstantEmbedder:
 
 
 @contextmanager
-def fresh_kind(url: str) -> Iterator[tuple[Kind, psycopg.Connection]]:
+def fresh_kind(url: str, embedder: Embedder | None = None) -> Iterator[tuple[Kind, psycopg.Connection]]:
+    """The kind jobs on a new database, with an embedder that answers at once unless one is given."""
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("DROP DATABASE IF EXISTS bench WITH (FORCE)")
         admin.execute("CREATE DATABASE bench")
@@ -66,7 +67,7 @@ def fresh_kind(url: str) -> Iterator[tuple[Kind, psycopg.Connection]]:
     with psycopg.connect(url, autocommit=True) as db:
         register_vector(db)
         create_jobs_table(db)
-        postgres, embedder = Postgres(url), InstantEmbedder()
+        postgres, embedder = Postgres(url), embedder or InstantEmbedder()
         bound = bind(postgres, jobs)
         make_tables(postgres, bound)
         settings = load_settings()
