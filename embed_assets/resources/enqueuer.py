@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEASE_SECONDS = 120
 FOLD_ROWS = 5_000
 RANGE_KEYS = 50_000
 GUARD_STAMPS = 1_000
@@ -48,11 +47,18 @@ class Enqueuer:
     """Finds what is stale for the maintained models of one kind and enters it in the outbox."""
 
     def __init__(
-        self, postgres: Postgres, bound: BoundCorpus, models: list[int], *, reconcile_seconds: float = 3600
+        self,
+        postgres: Postgres,
+        bound: BoundCorpus,
+        models: list[int],
+        *,
+        lease_seconds: float = 120,
+        reconcile_seconds: float = 3600,
     ) -> None:
         self._postgres = postgres
         self._bound = bound
         self._models = models
+        self._lease_seconds = lease_seconds
         self._reconcile_seconds = reconcile_seconds
 
     def enqueue(self, *, scan: bool = False, allow_clear: bool = False, stop: Stop | None = None) -> Enqueued:
@@ -72,12 +78,13 @@ class Enqueuer:
 
     @contextmanager
     def _lease(self, stop: Stop) -> Iterator[_Enqueue | None]:
-        values = {"kind": self._bound.kind, "lease": LEASE_SECONDS, "reconcile_seconds": self._reconcile_seconds}
+        values = {"kind": self._bound.kind, "lease": self._lease_seconds}
+        values |= {"reconcile_seconds": self._reconcile_seconds}
         lease = self._postgres.retrying(lambda c: c.execute(query("enqueue.acquire_lease"), values).fetchone())
         if lease is None:
             yield None
             return
-        work = _Enqueue(self._postgres, self._bound, self._models, lease, stop)
+        work = _Enqueue(self._postgres, self._bound, self._models, lease | values, stop)
         try:
             work.models = work.maintained()
             yield work
@@ -259,13 +266,15 @@ class _Enqueue:
         return self._step(lambda cursor: cursor.execute(statement, self._values(part, **values)).rowcount)
 
     def _step(self, work: Callable[[Cursor[Row]], T]) -> T:
-        """One committed step, fenced by the enqueuer's lease and renewing it."""
+        """One committed step, fenced by the enqueuer's lease and renewing it, however long it takes."""
 
         def held(cursor: Cursor[Row]) -> T:
-            values = self._values() | {"token": self.lease["token"], "lease": LEASE_SECONDS}
+            values = self._values() | {name: self.lease[name] for name in ("token", "lease")}
             if cursor.execute(query("enqueue.hold_lease"), values).fetchone() is None:
                 raise LeaseLost(f"another enqueuer of {self._bound.kind} has taken over")
-            return work(cursor)
+            done = work(cursor)
+            cursor.execute(query("enqueue.hold_lease"), values)
+            return done
 
         self._stop.check()
         return self._postgres.retrying(held, stop=self._stop)

@@ -20,10 +20,11 @@ RETURNING
     OR s.last_reconcile_at <= clock_timestamp() - %(reconcile_seconds)s * interval '1 second' AS reconcile_due;
 
 -- name: hold_lease
--- First statement of each batch: fences an enqueuer that was taken over, and renews.
+-- First and last statement of each batch: fences an enqueuer that was taken over, and renews. Taken over means another
+-- token: a batch that outlasts the lease holds its row, and nobody takes it over meanwhile.
 UPDATE embed_assets.corpus_scans
 SET until = clock_timestamp() + %(lease)s * interval '1 second'
-WHERE kind = %(kind)s AND token = %(token)s AND until > clock_timestamp()
+WHERE kind = %(kind)s AND token = %(token)s
 RETURNING token;
 
 -- name: release_lease

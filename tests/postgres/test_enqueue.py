@@ -27,6 +27,7 @@ from postgres.support import (
     staged,
     stamps,
     status,
+    until_true,
     value,
     wave_of,
 )
@@ -529,6 +530,36 @@ def test_enqueuer_whose_lease_lapsed_is_fenced_and_its_successor_goes_on(kind: K
     assert enqueue(kind).skipped
     db.execute("UPDATE embed_assets.corpus_scans SET until = clock_timestamp() - interval '1 second'")
     assert enqueue(other).created == 2
+
+
+@pytest.mark.ids("Q19")
+def test_enqueuer_that_never_comes_back_holds_nobody_up_for_longer_than_a_lease(
+    kind: Kind, make_kind: KindMaker, db: Db, database_url: str
+) -> None:
+    add_jobs(db, 1)
+    with (
+        gate(database_url, "semantic_outbox") as held,
+        background(lambda: enqueue(make_kind(lease_seconds=10))) as first,
+    ):
+        held.wait()
+        left = value(db, "SELECT extract(EPOCH FROM until - clock_timestamp()) FROM embed_assets.corpus_scans")
+        assert left <= 10
+        held.open()
+        assert first.result().created == 1
+
+
+def test_step_that_outlasts_its_lease_is_not_taken_over_and_goes_on(
+    kind: Kind, other: Kind, db: Db, database_url: str
+) -> None:
+    add_jobs(db, 2)
+    kind.enqueuer._lease_seconds = 0.2
+    over = "SELECT until < clock_timestamp() FROM embed_assets.corpus_scans"
+    with gate(database_url, "semantic_outbox") as held, background(lambda: enqueue(kind)) as first:
+        held.wait()
+        until_true(lambda: value(db, over), "the lease does not run out")
+        assert enqueue(other).skipped
+        held.open()
+        assert first.result().created == 2
 
 
 def test_cancelled_scan_gives_its_lease_back(kind: Kind, db: Db) -> None:
