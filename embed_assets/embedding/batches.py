@@ -19,6 +19,10 @@ class Limits:
     bytes: int = 1_500_000  # Text Embeddings Inference refuses bodies over 2,000,000
     chars: int = 1_000_000
 
+    def widen(self, most: Limits) -> None:
+        """Twice the characters, at most as many as `most` has: what a slow hour taught need not hold for ever."""
+        self.chars = min(most.chars, self.chars * 2)
+
     def lower(self, *, items: int | None = None, bytes: int | None = None, chars: int | None = None) -> bool:
         """Take what was learned; limits only ever fall, and never below 1. Returns whether one fell."""
         before = (self.items, self.bytes, self.chars)

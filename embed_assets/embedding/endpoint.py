@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 from urllib.parse import urljoin
 
 from embed_assets.embedding.batches import TOKEN_BYTES, Limits, tokens_of
@@ -19,6 +20,7 @@ from embed_assets.embedding.transport import Transport
 from embed_assets.errors import ErrorClass
 
 PROBE = "probe"
+PATIENCE = 50  # good answers after which requests that were made small by a time-out become larger again
 CREDIT = 8  # verdicts on texts that one good answer of the endpoint vouches for
 INFO_SECONDS = 5.0
 
@@ -41,7 +43,8 @@ class Endpoint:
         dimensions: int | None,
         retry_base: float,
     ) -> None:
-        self.limits = limits
+        self.limits, self._most = limits, replace(limits)
+        self._in_time = 0  # good answers since the last time-out
         self.dimensions = dimensions
         self.reported_model: str | None = None
         self.url = transport.shown
@@ -110,6 +113,7 @@ class Endpoint:
 
     async def lower(self, **limits: int | None) -> None:
         """Remember that a request may hold no more, here and for the next process."""
+        self._in_time = 0
         if self.limits.lower(**limits):
             await asyncio.to_thread(self._shared.learn, self.limits)
 
@@ -136,7 +140,15 @@ class Endpoint:
         except BadAnswer as bad:
             raise broken_answer(bad.code, repairable=bad.code == "invalid_json") from None
         self._accept(answer)
+        await self._widen()
         return answer
+
+    async def _widen(self) -> None:
+        self._in_time += 1
+        if self._in_time >= PATIENCE and self.limits.chars < self._most.chars:
+            self._in_time = 0
+            self.limits.widen(self._most)
+            await asyncio.to_thread(self._shared.learn, self.limits)
 
     async def _place(self, tokens: int) -> None:
         """Wait until the endpoint may be asked, by what all processes know. Raises Fault when it rests for long.

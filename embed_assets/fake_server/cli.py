@@ -84,6 +84,7 @@ def _serve(server: FakeServer) -> None:
                 del server.requests[:seen]
                 requests, texts = requests + seen, texts + sum(len(one.texts) for one in come)
                 if seen:
-                    typer.echo(f"{requests} requests, {texts} texts; {server.in_flight} in flight")
+                    met = ", ".join(f"{times} {name}" for name, times in sorted(server.met.items(), key=str))
+                    typer.echo(f"{requests} requests, {texts} texts; {server.in_flight} in flight; {met or 'no fault'}")
         except KeyboardInterrupt:
             typer.echo(f"{requests + len(server.requests)} requests")

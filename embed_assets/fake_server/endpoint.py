@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,7 @@ class FakeEndpoint:
     def __post_init__(self) -> None:
         self.requests: list[Received] = []
         self.in_flight = self.most_in_flight = 0
+        self.met: Counter[object] = Counter()  # how often each of `faults` befell a request
         self.dropped = 0  # requests that hung until the client went away
         self.rests: list[tuple[float, float]] = []  # from when to when it asked to be left alone
         self.stopping = threading.Event()
@@ -112,11 +114,16 @@ class FakeEndpoint:
             scripted = self._left.pop(0) if self._left else self.always
             if scripted is not None:
                 return scripted
-            return self._poisoned(received) or self._draw(received.texts) or self._refusal(received)
+            return self._poisoned(received) or self._drawn(received) or self._refusal(received)
 
     def _poisoned(self, received: Received) -> Behaviour:
         found = (b for marker, b in self.poison.items() if any(marker in text for text in received.texts))
         return next(found, None)
+
+    def _drawn(self, received: Received) -> Behaviour:
+        if (behaviour := self._draw(received.texts)) is not None:
+            self.met[behaviour] += 1
+        return behaviour
 
     def _refusal(self, received: Received) -> Behaviour:
         return self._over_limit(received) or self._warming(received) or self._over_rate(received)

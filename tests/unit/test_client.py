@@ -393,6 +393,18 @@ def test_a_request_that_times_out_is_halved_and_the_size_remembered(server, conn
     assert server.sizes == [2, 2, 2, 2]
 
 
+def test_requests_grow_again_after_many_that_were_in_time(server, connect):
+    server.then("hang")
+    embedder = connect(attempt_timeout=0.3)
+    embed(embedder, TEXTS)
+    assert embedder.limits.chars == 24
+    embed(embedder, [f"text {n:02}" for n in range(250)])
+    assert embedder.limits.chars > 24
+    assert max(server.sizes[-3:]) > 3
+    embed(embedder, [f"text {n:04}" for n in range(3000)])
+    assert server.sizes[-3] == 32
+
+
 @pytest.mark.ids("E17")
 def test_a_server_that_never_answers_gets_five_attempts_and_smaller_requests_the_next_time(server, connect):
     server.always = "hang"
