@@ -28,6 +28,7 @@ from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.search_statements import nearest
 from embed_assets.resources.vector_index import vector_type
 from embed_assets.settings import Settings
+from embed_assets.text import chunk_id
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Hit:
     body: str
     chunk_index: int
     heading_path: str | None
+    chunk_id: str
     fields: Mapping[str, str | None]
 
 
@@ -152,7 +154,7 @@ def _nearest(
 ) -> list[Hit]:
     cursor.execute(query("search.settings"))
     rows = cursor.execute(nearest_statement(bound, active, source), values).fetchall()
-    return [Hit(score=1.0 - row.pop("distance"), **row) for row in rows]
+    return [_hit(bound, active, 1.0 - row.pop("distance"), row) for row in rows]
 
 
 def nearest_statement(bound: BoundCorpus, active: Row, source: sql.Composable | None = None) -> sql.Composed:
@@ -173,7 +175,13 @@ def _lexical(
     cursor: Cursor[Row], bound: BoundCorpus, active: Row, source: sql.Composable, values: Mapping[str, Any]
 ) -> list[Hit]:
     fragments = bound.fragments(active["id"], k=sql.Placeholder("k")) | {"source": source}
-    return [Hit(**row) for row in cursor.execute(query("search.lexical", **fragments), values).fetchall()]
+    rows = cursor.execute(query("search.lexical", **fragments), values).fetchall()
+    return [_hit(bound, active, row.pop("score"), row) for row in rows]
+
+
+def _hit(bound: BoundCorpus, active: Row, score: float, row: Row) -> Hit:
+    place = (row["source_id"], active["identity"], row["chunk_index"], row["heading_path"], row["body"])
+    return Hit(score=score, chunk_id=chunk_id(bound.kind, *place), **row)
 
 
 def _query_vector(

@@ -1,4 +1,4 @@
-"""Cutting plain text into the pieces that are embedded, and the hash that names such a piece.
+"""Cutting plain text into the pieces that are embedded, and the hashes that name what is sent and where it stands.
 
 Belongs here: limits, where a cut may fall, overlap. Does not: cleaning (`html.py`), prefixes (the corpus,
 which passes a `max_chars` that leaves room for its own).
@@ -11,6 +11,7 @@ therefore longer than one limit, which keeps their number and the work linear in
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -47,6 +48,16 @@ CountTokens = Callable[[str], int]
 def text_hash(sent: str) -> bytes:
     """The 32 bytes of sha256 over the UTF-8 form of exactly the text that is sent."""
     return hashlib.sha256(sent.encode()).digest()
+
+
+def chunk_id(kind: str, source_id: str, policy: str, ordinal: int, heading_path: str | None, text: str) -> str:
+    """The name of one chunk, 64 hexadecimal digits: the same again whenever the same text is cut the same way.
+
+    `policy`: the embedder identity, which holds how it was cleaned and cut; `ordinal`: its place in the text, from 0.
+    Hashed as a JSON array, so that no part can pretend to be the end of another.
+    """
+    parts = json.dumps([kind, source_id, policy, ordinal, heading_path, text])
+    return hashlib.sha256(parts.encode()).hexdigest()
 
 
 def check_size(text: str) -> None:

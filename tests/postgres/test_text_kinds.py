@@ -10,6 +10,7 @@ from postgres.support import Db, chunks, drain, value
 
 from embed_assets import EscapedHtml, Markdown, Plain, TableCorpus
 from embed_assets.resources.assembly import Kind
+from embed_assets.search import search
 
 POLICY = "# {}\n\n" + "word " * 60 + "\n\n## Parents\n\n" + "tail " * 60
 
@@ -49,6 +50,28 @@ def test_a_heading_that_changes_alone_is_written_below_it_and_buys_only_its_own_
     drain(policies)
     assert paths(db, 1) == ['["Time off"]', '["Time off", "Parents"]']
     assert len(embedder.texts) == bought + 1
+
+
+@pytest.mark.ids("B-31")
+def test_the_chunk_that_search_shows_has_the_same_id_after_it_was_built_again(
+    policies: Kind, db: Db, embedder: HashEmbedder
+) -> None:
+    def shown() -> list[str]:
+        embedders = {policies.identity: embedder}
+        return [hit.chunk_id for hit in search(policies.postgres, policies.bound, embedders, "tail").hits]
+
+    for number in (1, 2):
+        add(db, number, None, POLICY.format("Leave"), None)
+    drain(policies)
+    before = shown()
+    assert len(set(before)) == 2
+    db.execute("SELECT embed_assets.enqueue('policies', '{1,2}'::text[], forced => TRUE)")
+    db.execute("DELETE FROM embed_assets.policies_semantic_chunks")
+    drain(policies)
+    assert shown() == before
+    db.execute("UPDATE policies SET body = replace(body, 'tail', 'tale')")
+    drain(policies)
+    assert not set(shown()) & set(before)
 
 
 @pytest.mark.ids("T18")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from linear import assert_linear
 
 from embed_assets.errors import TooLarge
-from embed_assets.text import MAX_CHARACTERS, MAX_CHUNKS, check_size, cut, text_hash
+from embed_assets.text import MAX_CHARACTERS, MAX_CHUNKS, check_size, chunk_id, cut, text_hash
 
 FAMILY = "👨\u200d👩\u200d👧"
 
@@ -207,6 +207,28 @@ def test_a_code_point_over_the_token_limit_stands_alone():
 def test_texts_that_differ_only_at_the_end_have_different_hashes():
     assert text_hash("x" * 200 + "a") != text_hash("x" * 200 + "b")
     assert text_hash("é") == hashlib.sha256(b"\xc3\xa9").digest()
+
+
+PLACE: tuple[Any, ...] = ("policies", "v1", "model-chunked-v1", 2, '["Leave", "Parents"]', "text")
+
+
+@pytest.mark.ids("B-31")
+def test_a_chunk_id_is_the_same_again_and_another_for_every_other_part():
+    others = [("jobs", "v2", "model-chunked-v2", 3, '["Leave"]', "text.")]
+    changed = [(*PLACE[:at], part, *PLACE[at + 1 :]) for other in others for at, part in enumerate(other)]
+    ids = [chunk_id(*place) for place in [PLACE, *changed, (*PLACE[:4], None, "text"), (*PLACE[:4], "null", "text")]]
+    assert len(set(ids)) == len(ids) == 9
+    assert chunk_id(*PLACE) == "78d17bccf0db8223d55fa735f4c8e4678461fb2cb41a7bf87564ca04b259334b"
+
+
+@pytest.mark.ids("B-32")
+@pytest.mark.parametrize("between", ["", "|", ":", "/", " ", "\n", "\x1f", "\0", '","', '", "', "\\"])
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_no_part_of_a_chunk_id_can_pretend_to_be_the_end_of_another(at: int, between: str):
+    one, other = list(PLACE), list(PLACE)
+    one[at : at + 2] = [f"a{between}b", "c"]
+    other[at : at + 2] = ["a", f"b{between}c"]
+    assert chunk_id(*one) != chunk_id(*other)
 
 
 TEXTS = st.lists(
