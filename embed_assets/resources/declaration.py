@@ -60,6 +60,15 @@ class BoundCorpus:
     def chunks(self) -> sql.Identifier:
         return sql.Identifier("embed_assets", self.corpus.chunk_table)
 
+    @property
+    def similar(self) -> sql.Identifier:
+        return sql.Identifier("embed_assets", f"similar_{self.kind}")
+
+    @property
+    def similar_rule(self) -> sql.Composable:
+        """Whether row `other` may stand in the list of row `self`, two aliases of the table."""
+        return _fragment(self.corpus.similar.where if self.corpus.similar else "FALSE")
+
     def partition_name(self, model_id: int) -> str:
         return f"{self.corpus.chunk_table}_m{model_id}"
 
@@ -117,7 +126,8 @@ def bind(postgres: Postgres, corpus: TableCorpus) -> BoundCorpus:
                 f"Row security on {corpus.table} hides rows from this database role, so they would be taken for "
                 "deleted. Use the table's owner, or a role with BYPASSRLS."
             )
-        _try(cursor, bound)
+        _try(cursor, bound, "corpus.try_source", "revision, fresh_at or indexable")
+        _try(cursor, bound, "corpus.try_rule", "similar.where")
         _check_chunk_table(cursor, bound)
     return bound
 
@@ -165,17 +175,13 @@ def _check_chunk_table(cursor: psycopg.Cursor[Row], bound: BoundCorpus) -> None:
         raise _wrong(corpus, "chunks", f"names {name}, which exists and is no chunk table for the key '{corpus.key}'")
 
 
-def _try(cursor: psycopg.Cursor[Row], bound: BoundCorpus) -> None:
+def _try(cursor: psycopg.Cursor[Row], bound: BoundCorpus, statement: str, fields: str) -> None:
     try:
-        cursor.execute(query("corpus.try_source", source=bound.source), {})
+        cursor.execute(query(statement, **bound.fragments(), rule=bound.similar_rule), {})
     except (psycopg.ProgrammingError, psycopg.DataError, psycopg.NotSupportedError) as error:
         if isinstance(error, errors.InsufficientPrivilege):
             raise
-        raise _wrong(
-            bound.corpus,
-            "revision, fresh_at or indexable",
-            f"is refused by Postgres: {error.diag.message_primary}",
-        ) from None
+        raise _wrong(bound.corpus, fields, f"is refused by Postgres: {error.diag.message_primary}") from None
 
 
 def _compose(corpus: TableCorpus, table: Row, columns: dict[str, Row]) -> BoundCorpus:

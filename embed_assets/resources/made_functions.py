@@ -13,18 +13,21 @@ from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Row
 from embed_assets.resources.search_statements import nearest
 
+# A declaration's fragment may name a column as the function names a parameter.
+COLUMNS_FIRST = "#variable_conflict use_column\n"
+
 
 def made_name(bound: BoundCorpus, verb: str) -> sql.Identifier:
     return sql.Identifier("embed_assets", f"{verb}_{bound.kind}")
 
 
 def make_functions(cursor: Cursor[Row], bound: BoundCorpus) -> None:
-    """`tell_search_<kind>()` for the triggers, `search_<kind>(query vector, k)` for any client; where they differ."""
+    """Where they differ: `tell_search_<kind>()` for the triggers; for any client `search_<kind>(query vector, k)` and,
+    where neighbours are kept, `similar_to_<kind>(id text, k)`."""
     cursor.execute(query("search.load_vector"))
     kind = sql.Literal(bound.kind)
     tell = query("search_outbox.tell_body", kind=kind, **bound.fragments())
-    # Fragments are written for statements that take parameters, in which a percent sign is written twice.
-    _make(cursor, bound, "tell_search", "", tell.as_string(cursor).replace("%%", "%"), "search_outbox.create_tell")
+    _make(cursor, bound, "tell_search", "", _plain(cursor, tell), "search_outbox.create_tell")
     statement = nearest(
         bound,
         model_id=sql.SQL("%1$s"),  # filled in by the function's format(), for which %% is a percent sign too
@@ -35,6 +38,16 @@ def make_functions(cursor: Cursor[Row], bound: BoundCorpus) -> None:
     )
     search = query("search.function_body", kind=kind, statement=sql.Literal(statement.as_string(cursor)))
     _make(cursor, bound, "search", "vector, integer", search.as_string(cursor), "search.create_function")
+    if bound.corpus.similar:
+        fragments = bound.fragments(kind=kind, similar=bound.similar, rule=bound.similar_rule, w_key=bound.key_of("w"))
+        similar = query("similar.function_body", **fragments)
+        body = COLUMNS_FIRST + _plain(cursor, similar)
+        _make(cursor, bound, "similar_to", "text, integer", body, "similar.create_function")
+
+
+def _plain(cursor: Cursor[Row], body: sql.Composed) -> str:
+    """Fragments are written for statements that take parameters, in which a percent sign stands twice."""
+    return body.as_string(cursor).replace("%%", "%")
 
 
 def _make(cursor: Cursor[Row], bound: BoundCorpus, verb: str, arguments: str, body: str, create: str) -> None:

@@ -1,19 +1,239 @@
 """Similar items of one kind: which rows must be computed again, and their neighbours.
 
-What does not belong here: when it is done (`defs/assets/similar.py`, the command line).
+What does not belong here: when it is done (`defs/assets/similar.py`, the command line), and the functions by which
+they are read (`made_functions`).
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
 from psycopg import Cursor, sql
 
+from embed_assets.errors import ConfigurationError
 from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
-from embed_assets.resources.postgres import Row
+from embed_assets.resources.postgres import Postgres, Row
+from embed_assets.resources.vector_index import VectorIndex, vector_type
+from embed_assets.stop import Stop
+
+logger = logging.getLogger(__name__)
+
+FEED_BATCH = 200
+MOST_STALE = 5_000  # no more is marked in one refresh; the feed keeps the rest
+COMPUTE_BATCH = 50
+DEPTH = 4  # chunks a probe asks for, per neighbour that is wanted
+EXACT_CHUNKS = 20_000  # without an index a refresh costs chunks squared: beyond this it waits for the index
+WAITING_LIMIT = 10_000
 
 
-def similar_table(bound: BoundCorpus) -> sql.Identifier:
-    return sql.Identifier("embed_assets", f"similar_{bound.kind}")
+@dataclass
+class Refreshed:
+    """What one refresh did. `outdated`: computed, and not written since the row was embedded anew meanwhile."""
+
+    invalidated: int = 0
+    expanded: int = 0
+    computed: int = 0
+    outdated: int = 0
+    postponed: str | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self == Refreshed(postponed=self.postponed)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Feed rows and stale lists, each counted up to a limit."""
+
+    feed: int
+    stale: int
+
+    def __bool__(self) -> bool:
+        return bool(self.feed or self.stale)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What was computed for one row, from vectors of this `revision`, written at `embedded_at`; nearest first."""
+
+    source_id: str
+    revision: str | None
+    embedded_at: datetime
+    candidates: list[str] = field(repr=False)
+    distances: list[float] = field(repr=False)
+
+
+class SimilarStore:
+    """The lists of one kind. Raises ConfigurationError when its declaration has no `similar`."""
+
+    def __init__(self, postgres: Postgres, bound: BoundCorpus) -> None:
+        if bound.corpus.similar is None:
+            raise ConfigurationError(f"Corpus '{bound.kind}' keeps no similar items. Declare similar=Similar(…).")
+        self._postgres = postgres
+        self._bound = bound
+        self._k = bound.corpus.similar.k
+
+    def waiting(self) -> Waiting:
+        """Is there anything to do? Two bounded looks by index."""
+        model = self._model()
+        values = self._values(limit=WAITING_LIMIT)
+        row = self._postgres.retrying(lambda c: c.execute(self._sql("waiting", model), values).fetchone())
+        assert row is not None
+        return Waiting(**row)
+
+    def postponed(self) -> str | None:
+        """Why nothing is computed now, whatever waits."""
+        model = self._model()
+        if model["id"] is None:
+            return "nothing is indexed yet"
+        index = VectorIndex(self._postgres, self._bound, model["id"], model["dimensions"])
+        if not index.possible or index.state().valid:
+            return None
+        partition = {"partition": f'embed_assets."{self._bound.partition_name(model["id"])}"'}
+        row = self._postgres.one("models.chunks_estimate", partition)
+        if row and row["chunks"] > EXACT_CHUNKS:
+            return f"the index of about {row['chunks']} chunks is not built yet"
+        return None
+
+    def refresh(self, *, seconds: float = 60, everything: bool = False, stop: Stop | None = None) -> Refreshed:
+        """Take invalidations, find the lists they touch, compute these again; the rest is left to the next refresh.
+
+        Ends after about `seconds`; `everything` has every list computed anew. One at a time per kind: while another
+        process is at it, nothing is done. Every step is a short transaction that may be repeated.
+        """
+        stop, until = stop or Stop(), time.monotonic() + seconds
+        done = Refreshed(postponed=self.postponed())
+        if done.postponed:
+            return done
+        with self._turn() as mine:
+            if not mine:
+                return Refreshed(postponed="another process is computing them")
+            model = self._model()
+            self._fold(model, done, stop, everything=everything)
+            self._compute_stale(model, done, stop, until)
+        return done
+
+    def _fold(self, model: Row, done: Refreshed, stop: Stop, *, everything: bool) -> None:
+        """Feed rows become stale lists, a batch in a transaction: what is taken from the feed is never lost."""
+        while done.invalidated + done.expanded < MOST_STALE:
+            stop.check()
+            taken, marked, expanded = self._postgres.retrying(lambda cursor: self._fold_batch(cursor, model))
+            done.invalidated += marked
+            done.expanded += expanded
+            if not taken:
+                break
+        if everything:
+            self._execute("mark_all", model, {})
+        self._execute("adopt", model, self._values(limit=MOST_STALE))
+
+    def _fold_batch(self, cursor: Cursor[Row], model: Row) -> tuple[int, int, int]:
+        feed = cursor.execute(self._sql("take", model), self._values(limit=FEED_BATCH)).fetchone()
+        assert feed is not None
+        values = self._values(ids=feed["ids"])
+        marked = cursor.execute(self._sql("mark", model), values).rowcount
+        cursor.execute(self._sql("forget", model), values)
+        expanded = cursor.execute(self._sql("expand", model), values).rowcount
+        return feed["taken"], marked, expanded
+
+    def _compute_stale(self, model: Row, done: Refreshed, stop: Stop, until: float) -> None:
+        after = ""
+        while time.monotonic() < until:
+            stop.check()
+            ids = self._stale(model, after)
+            if not ids:
+                return
+            found = self.compute(ids)
+            written = self.write(ids, found)
+            done.computed += written
+            done.outdated += len(found) - written
+            after = ids[-1]
+
+    def _stale(self, model: Row, after: str) -> list[str]:
+        values = {"after": after, "limit": COMPUTE_BATCH}
+        rows = self._postgres.retrying(lambda c: c.execute(self._sql("stale", model), values).fetchall())
+        return [row["source_id"] for row in rows]
+
+    def compute(self, ids: Sequence[str]) -> list[Neighbours]:
+        """The candidates of each row that has vectors and may show, by one probe for each of its chunks."""
+        model = self._model()
+        values = self._values(ids=list(ids), depth=max(1, self._k) * DEPTH)
+
+        def work(cursor: Cursor[Row]) -> list[Row]:
+            cursor.execute(query("search.settings"))
+            return cursor.execute(self._sql("compute", model), values).fetchall()
+
+        return [Neighbours(**row) for row in self._postgres.retrying(work)]
+
+    def write(self, ids: Sequence[str], found: Sequence[Neighbours]) -> int:
+        """Keep what was computed for `ids`, unless the row was embedded anew since; returns how many lists."""
+        model = self._model()
+        return self._postgres.retrying(lambda cursor: self._write(cursor, model, ids, found))
+
+    def _write(self, cursor: Cursor[Row], model: Row, ids: Sequence[str], found: Sequence[Neighbours]) -> int:
+        written = [row for row in found if cursor.execute(self._sql("write", model), self._row(row)).rowcount]
+        pairs = [
+            (row.source_id, owner, distance)
+            for row in written
+            for owner, distance in zip(row.candidates, row.distances, strict=True)
+        ]
+        columns = zip(*pairs, strict=True) if pairs else ([], [], [])
+        offered = dict(zip(("sources", "owners", "distances"), map(list, columns), strict=True))
+        cursor.execute(self._sql("offer", model), {"k": self._k, **offered})
+        cursor.execute(self._sql("forget", model), self._values(ids=list(ids)))
+        return len(written)
+
+    def _row(self, row: Neighbours) -> dict[str, Any]:
+        return self._values(
+            source_id=row.source_id,
+            revision=row.revision,
+            embedded_at=row.embedded_at,
+            neighbours=row.candidates[: self._k],
+            distances=row.distances[: self._k],
+        )
+
+    def shown(self, source_id: str, *, k: int | None = None) -> list[Row]:
+        """`source_id`, `distance` and `fields` of the neighbours that may show now, nearest first."""
+        values = self._values(id=source_id, k=self._k if k is None else k)
+        statement = query("similar.shown", **self._bound.fragments())
+        return self._postgres.retrying(lambda cursor: cursor.execute(statement, values).fetchall())
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        with self._postgres.session() as connection:
+            row = connection.execute(query("similar.try_turn"), self._values()).fetchone()
+            yield bool(row and row["mine"])
+
+    def _model(self) -> Row:
+        active = self._postgres.one("corpus.identity_of_active", self._values())
+        return active or {"id": None, "dimensions": 1}
+
+    def _values(self, **more: Any) -> dict[str, Any]:
+        return {"kind": self._bound.kind, **more}
+
+    def _execute(self, name: str, model: Row, values: dict[str, Any]) -> int:
+        return self._postgres.retrying(lambda cursor: cursor.execute(self._sql(name, model), values).rowcount)
+
+    def _sql(self, name: str, model: Row) -> sql.Composed:
+        indexed = vector_type(model["dimensions"])
+        cast = sql.SQL("({}.embedding::{}({}))")
+        type_, width = indexed[0] if indexed else sql.SQL("vector"), sql.Literal(model["dimensions"])
+        keys = {f"{alias}_key": self._bound.key_of(alias) for alias in ("t", "w", "g", "o")}
+        return query(
+            f"similar.{name}",
+            **self._bound.fragments(model["id"]),
+            **keys,
+            similar=self._bound.similar,
+            rule=self._bound.similar_rule,
+            embedding=cast.format(sql.SQL("c"), type_, width),
+            own=cast.format(sql.SQL("own"), type_, width),
+        )
 
 
 def invalidate_all(cursor: Cursor[Row], bound: BoundCorpus, model_id: int) -> int:
@@ -28,4 +248,4 @@ def forget_model(cursor: Cursor[Row], bound: BoundCorpus, model_id: int) -> int:
     """Drop what was computed with a model that is dropped; returns how many rows."""
     if bound.corpus.similar is None:
         return 0
-    return cursor.execute(query("similar.forget_model", similar=similar_table(bound)), {"model_id": model_id}).rowcount
+    return cursor.execute(query("similar.forget_model", similar=bound.similar), {"model_id": model_id}).rowcount

@@ -32,11 +32,11 @@ def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
         # The source's own collation: comparing keys of two collations, Postgres can use no index.
         key_type = sql.SQL("{}{}").format(sql.SQL(KEY_TYPES[bound.key_type]), bound.collation)
         cursor.execute(query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key))
+        if bound.corpus.similar:
+            names = {name: sql.Identifier(f"similar_{bound.kind}_{name}") for name in ("stale", "listed")}
+            cursor.execute(query("similar.create_table", similar=bound.similar, **names))
         make_functions(cursor, bound)
         make_triggers(cursor, bound, bound.chunks)
-        if bound.corpus.similar:
-            similar = sql.Identifier("embed_assets", f"similar_{bound.kind}")
-            cursor.execute(query("chunks.create_similar_table", similar=similar))
 
 
 def make_partition(postgres: Postgres, bound: BoundCorpus, model_id: int, dimensions: int) -> None:

@@ -201,6 +201,7 @@ CREATE TABLE embed_assets.similar_invalidations (
     model_id integer NOT NULL,
     at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
+CREATE INDEX similar_invalidations_by_kind ON embed_assets.similar_invalidations (kind, id);
 
 CREATE TABLE embed_assets.search_outbox (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

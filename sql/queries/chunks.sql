@@ -43,17 +43,6 @@ SELECT EXISTS (
     SELECT FROM pg_inherits WHERE inhparent = to_regclass(%(chunks)s) AND inhrelid = to_regclass(%(partition)s)
 ) AS attached;
 
--- name: create_similar_table
-CREATE TABLE IF NOT EXISTS {similar} (
-    source_id text COLLATE "C" NOT NULL,
-    model_id integer NOT NULL,
-    neighbours text [] NOT NULL DEFAULT '{{}}',
-    distances real [] NOT NULL DEFAULT '{{}}',
-    computed_at timestamptz,
-    stamp_revision text,
-    PRIMARY KEY (source_id, model_id)
-);
-
 -- name: sizes
 -- How many bytes each row of a wave will load, so that slices can be cut. Nothing is detoasted.
 SELECT e.source_id, coalesce(source.bytes, 0) AS bytes

@@ -36,6 +36,12 @@ SELECT
 FROM {source} AS source
 LIMIT 0;
 
+-- name: try_rule
+-- In this scope a name that does not say whether it is `self` or `other` is refused.
+SELECT 1 AS one FROM {table} AS self CROSS JOIN {table} AS other
+WHERE {rule}
+LIMIT 0;
+
 -- name: hidden_by_row_security
 SELECT c.relrowsecurity AND NOT pg_has_role(c.relowner, 'USAGE') AND NOT r.rolbypassrls AND NOT r.rolsuper AS hidden
 FROM pg_class AS c CROSS JOIN pg_roles AS r
