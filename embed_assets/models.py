@@ -103,6 +103,12 @@ class Counts:
     texts: int = 0
     tokens: int = 0
 
+    @property
+    def settled(self) -> int:
+        """Entries that left the queue or were charged; the others came back as they were."""
+        finished = self.indexed + self.removed + self.gone + self.superseded
+        return finished - self.back + self.failed + self.dead
+
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 

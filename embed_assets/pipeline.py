@@ -34,6 +34,7 @@ from embed_assets.stop import Stop
 logger = logging.getLogger(__name__)
 
 UNMEASURED_ROWS = 8
+FRUITLESS_WAVES = 20
 GuiltyRow = (RowRejected, CorruptRow)
 
 
@@ -157,15 +158,28 @@ def drain(
     on_enqueued: Callable[[Enqueued], None] = lambda enqueued: None,
     report: Callable[[Wave, Counts, Counts], None] = lambda wave, counts, total: None,
 ) -> tuple[Enqueued, Counts]:
-    """Enqueue once, then wave after wave until nothing is due but what failed since this drain began."""
+    """Enqueue once, then wave after wave until nothing is due but what failed since this drain began.
+
+    Ends, and says so, after 20 waves in a row that settled nothing: rows that always come back would keep it for ever.
+    """
     began = ports.outbox.now()
     enqueued = ports.enqueuer.enqueue(scan=scan, allow_clear=allow_clear, stop=stop)
     on_enqueued(enqueued)
-    total = Counts()
+    total, fruitless = Counts(), 0
     for wave in claim(ports, run_id, limits, failed_before=began, stop=stop):
         counts = work(ports.of(wave), wave, limits, stop)
         total += counts
         report(wave, counts, total)
+        fruitless = 0 if counts.settled else fruitless + 1
+        if fruitless == FRUITLESS_WAVES:
+            logger.warning(
+                "%s: %s waves in a row settled nothing, their rows came back each time; the rest is left to the next "
+                "drain. Either they change all the time (a `revision` with a clock in it does), or something empties "
+                "embed_assets.wave_chunks or chunk_embeddings",
+                wave.kind,
+                fruitless,
+            )
+            break
     return enqueued, total
 
 

@@ -171,11 +171,11 @@ class Outbox:
         values |= {"ids": [failure.source_id for failure in ordered]}
         cursor.execute(query("outbox.lock_entries"), values)
         row = cursor.execute(query("outbox.fail"), values | _columns(ordered)).fetchone()
-        counts = Counts(**row) if row else Counts()
-        cursor.execute(
-            query("outbox.count_failures"), parameters(wave) | {"failed": counts.failed, "dead": counts.dead}
+        assert row is not None
+        cursor.execute(query("outbox.count_failures"), values | {name: row[name] for name in ("failed", "dead")})
+        return Counts(
+            failed=row["failed"] + row["known_failed"], dead=row["dead"] + row["known_dead"], back=row["back"]
         )
-        return counts
 
     def release(self, wave: Wave, *, timed_out: bool = False) -> Counts:
         """Give the entries back at once, charging nobody. Already closed or taken over: nothing is done.

@@ -11,8 +11,8 @@ ORDER BY w.wave_id, e.source_id;
 
 -- name: renew
 -- A heartbeat touches only the wave's row. A row that is locked (its own write, or a reaper) is skipped, which is
--- no refusal; refused is what is closed, another's or expired. At most an hour a wave: a hung process must not
--- hold for ever.
+-- no refusal; refused is what is closed, another's or expired, but not what its own write has just closed. At most an
+-- hour a wave: a hung process must not hold for ever.
 WITH mine AS (
     SELECT m.wave_id, m.token FROM unnest(%(wave_ids)s::bigint [], %(tokens)s::uuid []) AS m (wave_id, token)
 ),
@@ -39,7 +39,10 @@ renewed AS (
 SELECT
     mine.wave_id,
     renewed.wave_id IS NOT NULL AS renewed,
-    coalesce(w.token = mine.token AND w.closed_at IS NULL AND w.lease_until > clock_timestamp(), FALSE) AS alive
+    coalesce(
+        w.token = mine.token
+        AND (w.outcome = 'written' OR (w.closed_at IS NULL AND w.lease_until > clock_timestamp())), FALSE
+    ) AS alive
 FROM mine
 LEFT JOIN embed_assets.claimed_waves AS w ON w.wave_id = mine.wave_id
 LEFT JOIN renewed ON renewed.wave_id = mine.wave_id;
@@ -49,7 +52,9 @@ LEFT JOIN renewed ON renewed.wave_id = mine.wave_id;
 SELECT mine.wave_id
 FROM unnest(%(wave_ids)s::bigint [], %(tokens)s::uuid []) AS mine (wave_id, token)
 LEFT JOIN embed_assets.claimed_waves AS w ON w.wave_id = mine.wave_id
-WHERE (w.token = mine.token AND w.closed_at IS NULL AND w.lease_until > clock_timestamp()) IS NOT TRUE;
+WHERE (
+    w.token = mine.token AND (w.outcome = 'written' OR (w.closed_at IS NULL AND w.lease_until > clock_timestamp()))
+) IS NOT TRUE;
 
 -- name: start
 -- Committed before work on the wave begins: only started waves charge their entries when the lease lapses.
@@ -77,7 +82,8 @@ ORDER BY e.source_id
 FOR UPDATE;
 
 -- name: fail
--- One charge per entry. A change that was folded while the wave ran makes the failure old news: the entry is
+-- One charge per entry, whatever the answer to a commit: what this wave has charged before is counted and left alone.
+-- A change that was folded while the wave ran makes the failure old news: the entry is
 -- pending, uncharged. Backoff 5 s doubling, cap 10 min, +-20 percent, the server's own wish as minimum.
 -- The revision that failed is the loaded one; where the failure does not know it, the wave's plan does. Without it
 -- a dead entry would not come back when its source changes.
@@ -86,6 +92,12 @@ WITH given AS MATERIALIZED (
         %(ids)s::text [], %(codes)s::text [], %(classes)s::text [], %(messages)s::text [],
         %(deterministic)s::boolean [], %(revisions)s::text [], %(known)s::boolean [], %(delays)s::float8 []
     ) AS g (source_id, code, class, message, deterministic, revision, known, delay)
+),
+
+known AS (
+    SELECT o.status FROM embed_assets.semantic_outbox AS o
+    INNER JOIN given AS g ON o.kind = g.kind AND o.source_id = g.source_id AND o.model_id = g.model_id
+    WHERE o.wave_id = %(wave_id)s AND o.status IN ('retry_wait', 'dead')
 ),
 
 failed AS (
@@ -144,7 +156,9 @@ logged AS (
 SELECT
     count(*) FILTER (WHERE f.status = 'dead') AS dead,
     count(*) FILTER (WHERE f.status = 'retry_wait') AS failed,
-    (SELECT count(*) FROM back) AS back
+    (SELECT count(*) FROM back) AS back,
+    (SELECT count(*) FROM known AS k WHERE k.status = 'dead') AS known_dead,
+    (SELECT count(*) FROM known AS k WHERE k.status = 'retry_wait') AS known_failed
 FROM failed AS f;
 
 -- name: count_failures

@@ -395,3 +395,20 @@ def test_one_heartbeat_renews_every_wave_and_loses_only_the_refused(kind: Kind, 
 
 def test_unknown_wave_is_refused(kind: Kind) -> None:
     assert kind.outbox.renew({12345: uuid4()}) == {12345}
+
+
+def test_heartbeat_that_meets_a_wave_its_own_write_has_just_closed_says_nothing(
+    kind: Kind, db: Db, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_jobs(db, 1)
+    enqueue(kind)
+    wave, scope = staged(kind), Stop()
+    kind.keeper.hold(wave, scope)
+    assert kind.chunks.write(wave).indexed == 1
+    kind.keeper.look()
+    kind.keeper.beat()
+    assert scope.reason() is None
+    assert not [record for record in caplog.records if "is lost" in record.message]
+    db.execute("UPDATE embed_assets.claimed_waves SET token = gen_random_uuid()")
+    kind.keeper.look()
+    assert isinstance(scope.reason(), LeaseLost)

@@ -49,7 +49,7 @@ from embed_assets.errors import (
     LeaseLost,
     RowRejected,
 )
-from embed_assets.models import Wave
+from embed_assets.models import Failure, Wave
 from embed_assets.pipeline import Limits
 from embed_assets.resources.assembly import Kind
 from embed_assets.search import search
@@ -1089,6 +1089,23 @@ def test_the_lost_answer_of_the_last_commit_of_a_halved_wave_counts_nothing_twic
     assert next(commits, None) is None
     assert (counts.indexed, counts.failed) == (3, 1)
     assert wave_row(db, wave, "outcome, indexed, failed, lost") == ("written", 3, 1, 0)
+
+
+def test_a_failure_whose_answer_was_lost_is_charged_and_counted_once(db: Db, kind: Kind):
+    for_good, once, _ = add_jobs(db, 3)
+    enqueue(kind)
+    wave, losses = staged(kind), iter([True])
+
+    def lose() -> None:
+        if next(losses, False):
+            raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+    failures = [Failure(str(for_good), InputRejected("never")), Failure(str(once), AnswerContract("once"))]
+    with intercepted(kind, lambda cursor: cursor, after=lose):
+        counts = kind.outbox.fail(wave, failures)
+    assert (counts.dead, counts.failed) == (1, 1)
+    assert wave_row(db, wave, "dead, failed") == (1, 1)
+    assert entries(db, "attempts, status", "attempts > 0") == [(1, "dead"), (1, "retry_wait")]
 
 
 def test_a_commit_of_somebody_else_under_my_number_is_not_mine(db: Db, kind: Kind):

@@ -30,7 +30,7 @@ from embed_assets.errors import (
     TooLarge,
 )
 from embed_assets.models import Counts, Enqueued, Wave
-from embed_assets.pipeline import Limits
+from embed_assets.pipeline import FRUITLESS_WAVES, Limits
 from embed_assets.stop import Stop
 
 
@@ -115,6 +115,22 @@ def test_a_run_stops_at_its_limits_and_the_last_claim_shrinks_to_them(system: Me
     fill(system)
     assert drain(system, limits=limits).indexed == done
     assert [status for status, _ in states(system).values()] == ["pending"] * (5 - done)
+
+
+def test_a_drain_of_rows_that_always_come_back_ends_and_says_so(
+    system: MemorySystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    fill(system)
+    keep = system.ports.chunks.write
+
+    def lose_the_plan(wave: Wave, **options: Any) -> Counts:
+        system.memory.plans.pop(wave.wave_id, None)
+        return keep(wave, **options)
+
+    monkeypatch.setattr(system.ports.chunks, "write", lose_the_plan)
+    assert drain(system).claimed == 2 * FRUITLESS_WAVES
+    assert "20 waves in a row settled nothing" in caplog.text
+    assert [status for status, _ in states(system).values()] == ["pending"] * 5
 
 
 def test_an_empty_claim_is_not_believed_while_a_count_says_otherwise(
