@@ -54,13 +54,17 @@ model: .venv/ready
 plans: .venv/ready
 	PLAN_CHUNKS=$(or $(PLAN_CHUNKS),200000) $(BIN)/pytest tests/postgres/test_search_plans.py -q
 
-.PHONY: bench bench-text bench-drain bench-retrieval
-bench: .venv/ready bench-text bench-drain
+.PHONY: bench bench-text bench-drain bench-retrieval bench-index
+bench: .venv/ready bench-text bench-drain bench-index
 	$(BIN)/python bench/bench.py
 
 # Rows a second that cleaning and cutting take; FILE=rows.jsonl COLUMN=body KIND=Markdown for rows of your own.
 bench-text: .venv/ready
 	$(BIN)/python -m bench.text $(FILE) $(COLUMN) $(KIND)
+
+# Loading 20,000 chunks and then building the index, beside inserting them into a live one.
+bench-index: .venv/ready
+	$(BIN)/python -m bench.index_load
 
 # 4,000 postings through one process, beside a bare loop to the same instant server and a bare COPY.
 bench-drain: .venv/ready
