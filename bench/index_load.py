@@ -12,6 +12,7 @@ from psycopg import sql
 
 from bench.bench import fresh_kind, timed
 from embed_assets import server
+from embed_assets.resources.assembly import Kind
 from embed_assets.resources.model_life import make_model
 from embed_assets.resources.vector_index import VectorIndex
 from embed_assets.settings import load_settings
@@ -25,12 +26,16 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=20_000)
     chunks = parser.parse_args().chunks
     with fresh_kind(server.ensure(load_settings().home_path)) as (kind, db):
-        make_vectors(db, chunks)
-        models = [make_model(kind.postgres, kind.bound, name, DIMENSIONS) for name in ("bulk", "live")]
-        bulk, live = (VectorIndex(kind.postgres, kind.bound, model, DIMENSIONS) for model in models)
-        live.build()
-        after = timed(lambda: insert(db, models[0], chunks)) + timed(bulk.build)
-        alive = timed(lambda: insert(db, models[1], chunks))
+        bench(kind, db, chunks)
+
+
+def bench(kind: Kind, db: psycopg.Connection, chunks: int) -> None:
+    make_vectors(db, chunks)
+    models = [make_model(kind.postgres, kind.bound, name, DIMENSIONS) for name in ("bulk", "live")]
+    bulk, live = (VectorIndex(kind.postgres, kind.bound, model, DIMENSIONS) for model in models)
+    live.build()
+    after = timed(lambda: insert(db, models[0], chunks)) + timed(bulk.build)
+    alive = timed(lambda: insert(db, models[1], chunks))
     print(f"{chunks} chunks × {DIMENSIONS}: load, then index {after:.1f} s; into a live index {alive:.1f} s")
     print(f"live / bulk: {alive / after:.2f} (budget ≥ 3)")
 

@@ -1,10 +1,10 @@
-"""The bench of a whole drain, a short round of it."""
+"""The benches that need a database, a short round of each."""
 
 from __future__ import annotations
 
 import re
 
-from bench import drain
+from bench import drain, index_load
 from bench.bench import DIMENSIONS, fresh_kind
 from embed_assets.embedding import HttpEmbedder
 
@@ -16,3 +16,11 @@ def test_the_bench_drains_each_posting_and_says_its_ratio(server_url, capsys):
             drain.bench(kind, db, url, 20)
             assert db.execute("SELECT count(*) FROM embed_assets.semantic_stamps").fetchone() == (20,)
     assert re.search(r"20 rows, \d+ chunks, \d+ texts sent.*\n.*bare COPY: \d+\.\d+ \(budget", capsys.readouterr().out)
+
+
+def test_the_bench_of_the_index_loads_the_same_chunks_both_ways(server_url, capsys):
+    with fresh_kind(server_url) as (kind, db):
+        index_load.bench(kind, db, 300)
+        loaded = "SELECT count(*), count(DISTINCT model_id) FROM embed_assets.job_semantic_chunks"
+        assert db.execute(loaded).fetchone() == (600, 2)
+    assert re.search(r"live / bulk: \d+\.\d+ \(budget", capsys.readouterr().out)
