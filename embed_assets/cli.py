@@ -91,10 +91,13 @@ def status(kind: KindName, as_json: AsJson = False) -> None:
     with opened_kind(kind) as opened:
         report, backlog = opened.outbox.status(opened.identity), opened.outbox.backlog()
         latency = Operator(opened.postgres, kind).latency()
+        standing = opened.life.standing(opened.outbox.models)
     if as_json:
-        typer.echo(console.status_json(report, backlog, latency))
+        typer.echo(console.status_json(report, backlog, latency, standing))
     else:
         console.out.print(console.status_table(report, backlog))
+        if line := console.standing_line(standing):
+            console.out.print(line, markup=False)
         console.out.print(console.latency_line(latency))
 
 

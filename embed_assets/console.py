@@ -13,7 +13,7 @@ from rich.table import Table
 
 from embed_assets.load import LoadReport
 from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
-from embed_assets.resources.model_life import Model
+from embed_assets.resources.model_life import Model, Standing
 from embed_assets.resources.operator import DeadLetters, Latency
 from embed_assets.resources.vector_index import IndexState
 from embed_assets.search import Answer
@@ -77,19 +77,33 @@ def latency_line(latency: Latency) -> str:
     return f"{latency.indexed} indexed in the last 24 h, from enqueued to visible: {quantiles}"
 
 
-def status_json(status: Status, backlog: Backlog, latency: Latency) -> str:
+def standing_line(standing: Standing) -> str | None:
+    """None while search reads the model that is kept fresh."""
+    if standing.building is None:
+        return None
+    fresh = "it is kept fresh"
+    if standing.frozen_since:
+        fresh = f"it is frozen since {standing.frozen_since:%Y-%m-%d %H:%M} (set EMBED_ACTIVE_* to keep it fresh)"
+    waits = f"; {standing.unmet}" if standing.unmet else ""
+    return f"search reads {standing.active}, {fresh}; {standing.building} is being built{waits}"
+
+
+def status_json(status: Status, backlog: Backlog, latency: Latency, standing: Standing) -> str:
     counts = {state: status.counts.get(state, 0) for state in STATES}
     return json.dumps(
         {
             "kind": status.kind,
             "model": status.identity,
+            "active_model": standing.active,
+            "frozen_since": standing.frozen_since,
             "total": status.total,
             **counts,
             "feed": backlog.feed,
             "expired_waves": backlog.expired,
             "paused": backlog.paused,
             "latency_seconds": {"p50": latency.p50, "p95": latency.p95, "p99": latency.p99},
-        }
+        },
+        default=str,
     )
 
 

@@ -9,7 +9,7 @@ What does not belong here: filling the partition (the drain), the index itself (
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -72,6 +72,16 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What search reads, and what is built beside it. `frozen_since`: changes do not reach what search reads."""
+
+    active: str | None
+    building: str | None
+    unmet: str | None
+    frozen_since: datetime | None
+
+
+@dataclass(frozen=True)
 class Coverage:
     """Rows that belong in search. `missing`: neither stamped nor dead; `lost`: of these, what search finds now."""
 
@@ -98,6 +108,19 @@ class ModelLife:
         statement = query("models.models_of")
         rows = self._postgres.retrying(lambda c: c.execute(statement, {"kind": self.kind}).fetchall())
         return [Model(**row) for row in rows]
+
+    def standing(self, maintained: Sequence[int]) -> Standing:
+        """For a process that keeps the models `maintained` fresh."""
+        models = self.models()
+        active = next((model for model in models if model.active), None)
+        target = next((model for model in models if model.target and not model.active), None)
+        frozen = active is not None and active.model_id not in maintained
+        return Standing(
+            active.identity if active else None,
+            target.identity if target else None,
+            target.unmet if target else None,
+            active.target_since if active and frozen else None,
+        )
 
     def index_of(self, model: Model) -> VectorIndex:
         return VectorIndex(self._postgres, self._bound, model.model_id, model.dimensions)

@@ -13,6 +13,7 @@ from fakes import HashEmbedder
 from postgres.conftest import KindMaker
 from postgres.support import Db, add_job, add_jobs, asking, connect, drain, enqueue, rows, staged, until_true, value
 
+from embed_assets.console import standing_line
 from embed_assets.corpora.jobs import jobs
 from embed_assets.errors import Cancelled, ConfigurationError, InputRejected
 from embed_assets.fake_server import FakeServer
@@ -127,7 +128,12 @@ def test_without_an_embedder_the_active_model_is_frozen_but_still_cleared(
     assert "not embedded yet" in " ".join(new.life.advance(Stop()))
     active, target = new.life.models()
     assert (active.state, target.state) == ("active", "building")
-    assert target.target_since is not None
+    standing = new.life.standing(new.outbox.models)
+    assert standing.frozen_since == target.target_since is not None
+    assert "is frozen since" in (standing_line(standing) or "")
+    kept = make_kind(embedder=wide, active=embedder)
+    assert kept.life.standing(kept.outbox.models).frozen_since is None
+    assert standing_line(kind.life.standing(kept.outbox.models))
     drain(new)
     assert value(db, "SELECT count(*) FROM embed_assets.job_semantic_chunks WHERE id = %s", jobs[1]) == 1
 
