@@ -43,11 +43,13 @@ class InstantEmbedder:
     dimensions = DIMENSIONS
 
     def __init__(self) -> None:
+        self.texts_sent = 0
         self.vectors = np.random.default_rng(0).standard_normal((4096, DIMENSIONS)).astype(np.float32)
 
     def embed(self, texts: Sequence[str], *, stop: Stop) -> Iterator[Embedded]:
         for start in range(0, len(texts), 32):
             count = min(32, len(texts) - start)
+            self.texts_sent += count
             yield Embedded(list(range(start, start + count)), self.vectors[:count], count)
 
     def embed_query(self, text: str, *, timeout: float) -> np.ndarray[Any, Any]:

@@ -57,7 +57,8 @@ def wave_line(wave: Wave, counts: Counts, total: Counts) -> str:
     """One heartbeat line per wave: its own counts, then the running totals."""
     return (
         f"wave {wave.wave_id}: {counts.claimed} claimed, {counts.indexed} indexed, "
-        f"{counts.removed + counts.gone} removed, {counts.texts} texts sent, {counts.reused} reused"
+        f"{counts.removed + counts.gone} removed, {counts.texts} texts embedded ({counts.sent} sent), "
+        f"{counts.reused} reused, {counts.tokens} tokens"
         f" | so far: {total.indexed} indexed, {total.removed + total.gone} removed, {total.failed} failed, "
         f"{total.dead} dead"
     )

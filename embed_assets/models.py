@@ -87,7 +87,10 @@ class Failure:
 
 @dataclass
 class Counts:
-    """Counters of a wave, or the sum over many. Each entry is in one of indexed … dead, or in `lost`."""
+    """Counters of a wave, or the sum over many. Each entry is in one of indexed … dead, or in `lost`.
+
+    `texts` were bought, each once; `sent` counts them as often as they were sent.
+    """
 
     claimed: int = 0
     indexed: int = 0
@@ -101,6 +104,7 @@ class Counts:
     chunks: int = 0
     reused: int = 0
     texts: int = 0
+    sent: int = 0
     tokens: int = 0
 
     @property

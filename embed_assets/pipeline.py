@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ from embed_assets.errors import (
     CorruptRow,
     DatabaseTrouble,
     EndpointTrouble,
+    ErrorClass,
     InputTooLong,
     LeaseLost,
     RowRejected,
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 UNMEASURED_ROWS = 8
 FRUITLESS_WAVES = 20
+TRIP_TEXTS = 10
 GuiltyRow = (RowRejected, CorruptRow)
 
 
@@ -230,7 +233,9 @@ def _embed(
         if first:
             counts.chunks += sum(len(plan.chunks) for plan in plans)
             counts.reused += sum(chunk.text_hash not in missing for plan in plans for chunk in plan.chunks)
+            _quietly(lambda: ports.outbox.progress(wave, counts))
         rejected = _buy(ports, wave, plans, missing, counts, stop)
+        _trip(ports, plans, rejected)
         size, first = size // 2, False
         plans, guilty = _judge(ports, plans, rows, rejected, size)
         failures += guilty
@@ -246,17 +251,37 @@ def _buy(
     rejected: dict[bytes, ClassifiedError] = {}
     if not hashes:
         return rejected
-    began = time.monotonic()
-    for result in ports.embedder.embed(list(texts.values()), stop=stop):
-        mine = [hashes[position] for position in result.positions]
-        if isinstance(result, Embedded):
-            ports.chunks.keep(wave, mine, result.vectors, tokens=result.tokens)
-            counts.texts += len(mine)
-            counts.tokens += result.tokens
-        else:
-            rejected.update(dict.fromkeys(mine, result.error))
+    began, sent = time.monotonic(), ports.embedder.texts_sent
+    try:
+        for result in ports.embedder.embed(list(texts.values()), stop=stop):
+            mine = [hashes[position] for position in result.positions]
+            if isinstance(result, Embedded):
+                ports.chunks.keep(wave, mine, result.vectors, tokens=result.tokens)
+                counts.texts += len(mine)
+                counts.tokens += result.tokens
+            else:
+                rejected.update(dict.fromkeys(mine, result.error))
+    finally:
+        counts.sent += ports.embedder.texts_sent - sent
     ports.endpoint.works(seconds=time.monotonic() - began)
     return rejected
+
+
+def _trip(ports: Ports, plans: Iterable[Plan], rejected: dict[bytes, ClassifiedError]) -> None:
+    """Where more than half of the texts fail alike, it is the endpoint that fails, however well it answers a probe.
+
+    Texts that were too long say nothing of it. Raises EndpointTrouble.
+    """
+    alike = Counter(error.code for error in rejected.values() if not isinstance(error, InputTooLong))
+    for code, failing in alike.most_common(1):
+        texts = len({chunk.text_hash for plan in plans for chunk in plan.chunks})
+        if failing >= TRIP_TEXTS and failing * 2 > texts and ports.endpoint.trip(code):
+            raise EndpointTrouble(
+                f"{failing} of {texts} texts fail alike at the embedding endpoint ({code}), though it answers others. "
+                "No row is charged. Look at the endpoint's log; if it fails so again, the rows will be.",
+                error_class=ErrorClass.CONTRACT,
+                code=code,
+            )
 
 
 def _judge(

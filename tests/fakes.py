@@ -31,6 +31,10 @@ class HashEmbedder:
         self.before: Callable[[Sequence[str]], None] = lambda texts: None
         self.reject: Callable[[str], Exception | None] = lambda text: None
 
+    @property
+    def texts_sent(self) -> int:
+        return len(self.texts)
+
     def embed(self, texts: Sequence[str], *, stop: Stop) -> Iterator[Embedded | Rejected]:
         for start in range(0, len(texts), self.request_items):
             stop.check()

@@ -32,7 +32,9 @@ def of_claim(waves: list[Wave]) -> Numbers:
 
 
 def of_staging(counts: Counts, *, waves: int, released: int, seconds: float) -> Numbers:
-    """`chunks_reused` cost nothing: their vectors were in the chunk table or the ledger."""
+    """`chunks_reused` cost nothing: their vectors were in the chunk table or the ledger. `texts_sent` over
+    `texts_embedded` is what repeats cost.
+    """
     return {
         "waves": waves,
         "waves_released": released,
@@ -40,6 +42,7 @@ def of_staging(counts: Counts, *, waves: int, released: int, seconds: float) -> 
         "chunks": counts.chunks,
         "chunks_reused": counts.reused,
         "texts_embedded": counts.texts,
+        "texts_sent": counts.sent,
         "tokens": counts.tokens,
         "rows_failed": counts.failed,
         "rows_dead": counts.dead,

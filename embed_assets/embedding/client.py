@@ -103,9 +103,9 @@ class HttpEmbedder:
         return self._endpoint.dimensions or 0
 
     @property
-    def sent(self) -> int:
-        """See `Embedder.sent`; questions and probes are counted too."""
-        return self._endpoint.sent
+    def texts_sent(self) -> int:
+        """See `Embedder.texts_sent`; questions and probes are counted too."""
+        return self._endpoint.texts_sent
 
     @property
     def limits(self) -> Limits:

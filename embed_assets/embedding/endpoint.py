@@ -49,7 +49,7 @@ class Endpoint:
         self.reported_model: str | None = None
         self.url = transport.shown
         self.shown = f"the embedding endpoint {self.url}"
-        self.sent = 0  # texts, each as often as it was sent
+        self.texts_sent = 0  # texts, each as often as it was sent
         self._transport, self._wire, self._shared, self._retry_base = transport, wire, shared, retry_base
         self._says_info = isinstance(wire, Tei) and transport.url.endswith("/embed")
         self._knows_limits = False
@@ -130,7 +130,7 @@ class Endpoint:
     async def _once(self, texts: list[str], query: bool) -> Answer:
         body = self._wire.body(texts, query=query)
         await self._place(tokens_of(texts))
-        self.sent += len(texts)
+        self.texts_sent += len(texts)
         try:
             content, headers = await self._transport.post(body)
         except Fault as fault:

@@ -48,7 +48,7 @@ class LocalEmbedder:
     dimensions = DIMENSIONS
 
     def __init__(self) -> None:
-        self.sent = 0
+        self.texts_sent = 0
 
     def embed(self, texts: Sequence[str], *, stop: Stop) -> Iterator[Embedded | Rejected]:
         """Batches of 32, (n, 512) float32 each. Raises TypeError for a bare string, and what `stop` raises."""
@@ -76,7 +76,7 @@ class LocalEmbedder:
         parts = []
         for begin in range(0, len(positions), SLICE):
             stop.check()
-            self.sent += len(positions[begin : begin + SLICE])
+            self.texts_sent += len(positions[begin : begin + SLICE])
             parts.append(self._encode([texts[at] for at in positions[begin : begin + SLICE]]))
         return Embedded(positions, np.concatenate(parts), tokens=0)
 

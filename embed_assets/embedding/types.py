@@ -42,7 +42,7 @@ class Embedder(Protocol):
     def dimensions(self) -> int: ...
 
     @property
-    def sent(self) -> int:
+    def texts_sent(self) -> int:
         """How many texts were sent by now, each as often as it was: what a drain costs beyond what it needs."""
         ...
 

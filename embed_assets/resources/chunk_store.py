@@ -97,6 +97,7 @@ class ChunkStore:
                 copy.set_types(LEDGER_TYPES)
                 for text_hash, vector in sorted(zip(hashes, vectors, strict=True), key=lambda pair: pair[0]):
                     copy.write_row((wave.model_id, text_hash, Vector(vector), each))
+            cursor.execute(query("chunks.count_kept"), parameters(wave) | {"texts": len(hashes), "tokens": tokens})
 
         self._postgres.retrying(work)
 

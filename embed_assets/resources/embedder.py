@@ -81,6 +81,13 @@ class Endpoint:
         )
         return seconds
 
+    def trip(self, code: str) -> bool:
+        """Whether texts that fail alike may be laid at the endpoint's door: once an hour for each kind of failure.
+
+        When it still fails so after its rest, the texts are charged one by one, or the queue would never end.
+        """
+        return self._postgres.execute("endpoint.trip", {"endpoint": self.key, "code": code}) > 0
+
     def works(self, *, seconds: float) -> None:
         """It answered what it was asked `seconds` ago: nobody need wait any longer for trouble from before that."""
         self._postgres.execute("endpoint.works", {"endpoint": self.key, "seconds": seconds})

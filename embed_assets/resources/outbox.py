@@ -156,9 +156,13 @@ class Outbox:
         if self._postgres.one("outbox.start", parameters(wave)) is None:
             raise LeaseLost(f"wave {wave.wave_id} is no longer ours")
 
+    def progress(self, wave: Wave, counts: Counts) -> None:
+        """Show how far staging is. Of a wave that is no longer ours nothing is shown, and nobody is told."""
+        self._postgres.execute("outbox.count_progress", parameters(wave) | counts.as_dict())
+
     def staged(self, wave: Wave, counts: Counts, *, seconds: float) -> None:
         """Keep what staging cost with the wave."""
-        values = {"texts": counts.texts, "tokens": counts.tokens, "reused": counts.reused, "seconds": seconds}
+        values = counts.as_dict() | {"seconds": seconds}
         self._postgres.retrying(lambda c: c.execute(query("outbox.count_staged"), parameters(wave) | values))
 
     def fail(self, wave: Wave, failures: Sequence[Failure]) -> Counts:

@@ -143,6 +143,8 @@ CREATE TABLE embed_assets.claimed_waves (
     dead integer NOT NULL DEFAULT 0,
     lost integer NOT NULL DEFAULT 0,
     texts integer NOT NULL DEFAULT 0,
+    -- Texts as often as they were sent: what repeats and halvings cost beyond `texts`.
+    sent integer NOT NULL DEFAULT 0,
     tokens bigint NOT NULL DEFAULT 0,
     stage_seconds double precision,
     write_seconds double precision,
@@ -221,6 +223,9 @@ CREATE TABLE embed_assets.embedding_endpoints (
     reason text,
     reported_model text,
     warming_since timestamptz,
+    -- Most texts of a wave failed alike: by which code, and when that was last laid at the endpoint's door.
+    tripped_by text,
+    tripped_at timestamptz,
     -- When the next request may be sent, where requests or tokens per minute are limited.
     free_at timestamptz,
     -- The most that one request may hold, as far as it was learned.
@@ -243,6 +248,9 @@ CREATE TABLE embed_assets.semantic_outbox_log (
     attempts integer NOT NULL DEFAULT 0,
     claims integer NOT NULL DEFAULT 0,
     chunks integer,
+    -- Of these, how many were had without buying; and what the others cost.
+    reused integer,
+    tokens bigint,
     enqueued_at timestamptz,
     claimed_at timestamptz,
     finished_at timestamptz NOT NULL DEFAULT clock_timestamp(),

@@ -92,6 +92,13 @@ WHERE
 DELETE FROM embed_assets.wave_chunks
 WHERE wave_id = %(wave_id)s AND source_id = ANY(%(ids)s);
 
+-- name: count_kept
+-- With each request that is kept, in its transaction; nothing where the lease is lost, though what was paid for stays.
+UPDATE embed_assets.claimed_waves
+SET texts = texts + %(texts)s, tokens = tokens + %(tokens)s
+WHERE
+    wave_id = %(wave_id)s AND token = %(token)s AND closed_at IS NULL AND lease_until > clock_timestamp();
+
 -- name: copy_plan
 COPY embed_assets.wave_chunks
 (wave_id, source_id, chunk_index, text_hash, body, heading_path, action, chunk_count, revision)
@@ -390,7 +397,10 @@ finished AS (
 
 logged AS (
     INSERT INTO embed_assets.semantic_outbox_log
-    (kind, source_id, model_id, outcome, reason, claims, attempts, chunks, enqueued_at, claimed_at, run_id, wave_id)
+    (
+        kind, source_id, model_id, outcome, reason, claims, attempts, chunks, reused, tokens, enqueued_at, claimed_at,
+        run_id, wave_id
+    )
     SELECT
         d.kind,
         d.source_id,
@@ -400,11 +410,26 @@ logged AS (
         d.claims,
         d.attempts,
         d.chunk_count,
+        paid.reused,
+        paid.tokens,
         d.enqueued_at,
         %(claimed_at)s,
         %(run_id)s,
         %(wave_id)s
     FROM done AS d
+    LEFT JOIN LATERAL (
+        -- Bought since the claim, or had before: what this row cost.
+        SELECT count(*) FILTER (WHERE n.tokens IS NULL) AS reused, coalesce(sum(n.tokens), 0) AS tokens
+        FROM (
+            SELECT (
+                SELECT max(l.tokens) FROM embed_assets.chunk_embeddings AS l
+                WHERE l.model_id = {model_id} AND l.text_hash = w.text_hash AND l.staged_at > %(claimed_at)s
+            ) AS tokens
+            FROM embed_assets.wave_chunks AS w
+            WHERE w.wave_id = %(wave_id)s AND w.source_id = d.source_id AND w.chunk_index >= 0
+            OFFSET 0
+        ) AS n
+    ) AS paid ON d.action = 'embed'
     ORDER BY d.source_id
 )
 

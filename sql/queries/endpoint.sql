@@ -50,6 +50,16 @@ WHERE
     endpoint = %(endpoint)s AND state <> 'ok'
     AND (until <= clock_timestamp() OR updated_at < clock_timestamp() - %(seconds)s * interval '1 second');
 
+-- name: trip
+INSERT INTO embed_assets.embedding_endpoints AS e (endpoint, tripped_by, tripped_at)
+VALUES (%(endpoint)s, %(code)s, clock_timestamp())
+ON CONFLICT (endpoint) DO UPDATE SET
+tripped_by = excluded.tripped_by,
+tripped_at = excluded.tripped_at
+WHERE
+    e.tripped_by IS DISTINCT FROM excluded.tripped_by
+    OR e.tripped_at < clock_timestamp() - interval '1 hour';
+
 -- name: pace
 -- The next place in the row of requests; each takes as long as its share of the minute.
 INSERT INTO embed_assets.embedding_endpoints AS e (endpoint, free_at)

@@ -216,10 +216,23 @@ SELECT w.wave_id FROM embed_assets.claimed_waves AS w
 WHERE w.wave_id = %(wave_id)s AND w.token = %(token)s AND w.closed_at IS NULL
 FOR UPDATE;
 
+-- name: count_progress
+-- What was had without buying, then request by request what was bought (chunks.count_kept). Dropped without a word
+-- where the lease is lost: whoever has the entries now counts for himself.
+UPDATE embed_assets.claimed_waves
+SET reused = %(reused)s
+WHERE
+    wave_id = %(wave_id)s AND token = %(token)s AND closed_at IS NULL AND lease_until > clock_timestamp();
+
 -- name: count_staged
 -- What staging cost, kept with the wave: the write may happen in another process.
 UPDATE embed_assets.claimed_waves
-SET texts = %(texts)s, tokens = %(tokens)s, reused = %(reused)s, stage_seconds = %(seconds)s
+SET
+    texts = %(texts)s,
+    sent = %(sent)s,
+    tokens = %(tokens)s,
+    reused = %(reused)s,
+    stage_seconds = %(seconds)s
 WHERE wave_id = %(wave_id)s AND token = %(token)s AND closed_at IS NULL;
 
 -- name: count_written

@@ -62,7 +62,7 @@ def test_with_a_fifth_of_the_requests_failing_every_row_becomes_fresh_for_hardly
     assert needed == ROWS
     assert set(faulty.met) >= {503, 500, "overloaded", "breakdown", "hang", "reset", "cut", "zero", "null", "short"}
     assert 1.15 * needed <= len(sent) <= 1.3 * needed  # of a fifth, each failed request sent once more makes 1.25
-    assert faulty_kind.embedder.sent == len(faulty.texts)
+    assert faulty_kind.embedder.texts_sent == len(faulty.texts)
     for body, vector in rows(db, "SELECT body, embedding::text FROM embed_assets.job_semantic_chunks"):
         assert vector  # right or absent: the vector is that of the text that was sent
         prefixed = next(text for text in sent if text.endswith(body))

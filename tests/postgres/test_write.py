@@ -1000,7 +1000,7 @@ def test_trouble_of_the_endpoint_rests_the_endpoint_and_charges_no_row(
         db,
         "SELECT state, reason, extract(EPOCH FROM until - clock_timestamp())::float8 "
         "FROM embed_assets.embedding_endpoints WHERE endpoint = %s",
-        kind.endpoint.key,
+        kind.models[0].endpoint.key,
     )
     assert rest[:2] == (state, "http_429: not now")
     assert seconds - 20 < rest[2] <= seconds

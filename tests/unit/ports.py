@@ -95,6 +95,7 @@ class Memory:
     stamps: dict[str, str | None] = field(default_factory=dict)
     invalidations: list[str] = field(default_factory=list)
     log: list[tuple[str, str]] = field(default_factory=list)
+    tripped: set[str] = field(default_factory=set)
     endpoint: str = "ok"
     locked: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
@@ -208,6 +209,9 @@ class MemoryOutbox:
 
     def start(self, wave: Wave) -> None:
         self.memory.fence(wave).started = True
+
+    def progress(self, wave: Wave, counts: Counts) -> None:
+        pass
 
     def staged(self, wave: Wave, counts: Counts, *, seconds: float) -> None:
         self.memory.waves[wave.wave_id].texts = counts.texts
@@ -413,6 +417,11 @@ class MemoryEndpoint:
     def rest(self, trouble: EndpointTrouble) -> float:
         self.memory.endpoint = str(trouble.error_class)
         return 30.0
+
+    def trip(self, code: str) -> bool:
+        first = code not in self.memory.tripped
+        self.memory.tripped.add(code)
+        return first
 
     def works(self, *, seconds: float) -> None:
         self.memory.endpoint = "ok"

@@ -239,7 +239,7 @@ def test_nothing_to_embed_needs_no_request(server, connect):
 # --- attempts
 
 
-@pytest.mark.ids("A-55")
+@pytest.mark.ids("A-55", "C-32")
 @pytest.mark.parametrize(
     ("script", "sent"),
     [
@@ -703,6 +703,17 @@ def test_a_stop_drops_what_is_in_flight_at_once_and_is_never_tried_again(server,
     assert time.monotonic() - began < 0.5
     time.sleep(0.2)
     assert len(server.requests) == server.dropped == 2
+
+
+@pytest.mark.ids("C-33")
+def test_a_stop_is_no_time_out_and_halves_nothing(server, connect):
+    server.always = "hang"
+    embedder = connect(attempt_timeout=0.4)
+    with pytest.raises(WaveTimeout):
+        list(embedder.embed(TEXTS, stop=Stop(seconds=0.2)))
+    time.sleep(0.6)
+    assert server.sizes == [8]
+    assert embedder.limits.chars == Limits().chars
 
 
 def test_a_call_that_was_stopped_before_it_began_sends_nothing(server, connect):

@@ -146,12 +146,12 @@ def test_one_string_is_not_a_list_of_letters(embedder: Embedder) -> None:
 
 def test_nothing_comes_of_nothing(embedder: Embedder) -> None:
     assert placed(embedder, []) == []
-    assert embedder.sent == 0
+    assert embedder.texts_sent == 0
 
 
 def test_what_was_sent_is_counted(embedder: Embedder) -> None:
     placed(embedder, COMMON[:40])
-    assert embedder.sent == 40
+    assert embedder.texts_sent == 40
 
 
 def test_a_cancelled_call_ends_and_says_so(embedder: Embedder) -> None:

@@ -224,6 +224,7 @@ def test_a_url_for_the_local_model_is_refused_as_a_forgotten_protocol():
         make_embedder(load_settings(url="http://127.0.0.1:8090"))
 
 
+@pytest.mark.ids("C-63")
 @pytest.mark.parametrize("protocol", ["tei", "hf", "openai"])
 def test_a_model_over_http_must_have_a_name(protocol: str):
     with pytest.raises(ConfigurationError, match="EMBED_MODEL is not set"):
@@ -246,6 +247,7 @@ def test_a_corpus_that_cannot_be_loaded_is_named(corpora: str, says: str):
         load_registry(load_settings(corpora=corpora))
 
 
+@pytest.mark.ids("C-63")
 def test_no_corpus_at_all_is_a_clear_error():
     with pytest.raises(ConfigurationError, match="EMBED_CORPORA names no corpus"):
         find_corpus(load_settings(corpora=" , "), "jobs")
