@@ -11,9 +11,10 @@ import typer
 from psycopg import errors, sql
 
 from embed_assets import console
-from embed_assets.cli_shared import AsJson, KindName, pairs
+from embed_assets.cli_shared import AsJson, KindName, bound_kind, pairs, until_signalled
 from embed_assets.errors import ConfigurationError, RowRejected
 from embed_assets.resources.assembly import find_corpus
+from embed_assets.resources.similar_store import SimilarStore
 from embed_assets.search import open_search
 from embed_assets.settings import load_settings
 
@@ -47,6 +48,39 @@ def search(
         typer.echo(console.answer_json(answer))
     else:
         console.print_answer(answer)
+
+
+@find.command()
+def similar(
+    kind: KindName,
+    id_: Annotated[str, typer.Argument(metavar="ID", help="The key of a row, as text.")],
+    k: Annotated[int | None, typer.Option("-k", min=1, help="How many; all that are kept, unless given.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The precomputed neighbours of a row that may show now."""
+    with bound_kind(kind) as (postgres, bound):
+        rows = SimilarStore(postgres, bound).shown(id_, k=k)
+    if as_json:
+        typer.echo(console.similar_json(rows))
+    else:
+        console.print_similar(rows)
+
+
+@find.command()
+def recompute(
+    kind: KindName,
+    everything: Annotated[bool, typer.Option("--all", help="Every list, not only the stale ones.")] = False,
+) -> None:
+    """Compute the precomputed neighbours that are stale, until none is."""
+    with bound_kind(kind) as (postgres, bound), until_signalled(postgres) as stop:
+        store = SimilarStore(postgres, bound)
+        while everything or store.waiting():
+            done = store.refresh(everything=everything, stop=stop)
+            console.out.print(console.refreshed_line(done), markup=False)
+            everything = False
+            if done.postponed or done.idle:
+                return
+        console.out.print("nothing is stale")
 
 
 def _condition(wanted: dict[str, str]) -> tuple[str, dict[str, str]]:

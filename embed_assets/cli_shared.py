@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from embed_assets.errors import EmbedAssetsError
-from embed_assets.resources.assembly import Kind, find_corpus, open_kind
+from embed_assets.resources.assembly import Kind, as_sent, database_url, find_corpus, open_kind
+from embed_assets.resources.declaration import BoundCorpus, bind
 from embed_assets.resources.postgres import Postgres
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
@@ -31,6 +32,17 @@ def opened_kind(kind: str) -> Iterator[Kind]:
         yield opened
     finally:
         opened.close()
+
+
+@contextmanager
+def bound_kind(kind: str) -> Iterator[tuple[Postgres, BoundCorpus]]:
+    """The kind's database and declaration alone, for what needs no embedder. Raises ConfigurationError."""
+    settings = load_settings()
+    postgres = Postgres(database_url(settings))
+    try:
+        yield postgres, bind(postgres, as_sent(find_corpus(settings, kind), settings))
+    finally:
+        postgres.close()
 
 
 @contextmanager

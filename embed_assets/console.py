@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from embed_assets.load import LoadReport
 from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
 from embed_assets.resources.model_life import Model, Standing
 from embed_assets.resources.operator import DeadLetters, Latency
+from embed_assets.resources.similar_store import Refreshed
 from embed_assets.resources.vector_index import IndexState
 from embed_assets.search import Answer
 
@@ -159,6 +160,28 @@ def print_answer(answer: Answer) -> None:
         out.print(f"   {body[:SNIPPET]}{'…' if len(body) > SNIPPET else ''}", style="dim", markup=False)
     if not answer.hits:
         out.print("nothing found")
+
+
+def similar_json(rows: Sequence[Mapping[str, Any]]) -> str:
+    found = [{"source_id": row["source_id"], "distance": round(row["distance"], 4), **row["fields"]} for row in rows]
+    return json.dumps(found, ensure_ascii=False)
+
+
+def print_similar(rows: Sequence[Mapping[str, Any]]) -> None:
+    for rank, row in enumerate(rows, 1):
+        heading = " · ".join(value for value in row["fields"].values() if value) or row["source_id"]
+        out.print(f"{rank}. {1 - row['distance']:.3f}  {heading}  [{row['source_id']}]", markup=False)
+    if not rows:
+        out.print("no neighbours are kept of this row")
+
+
+def refreshed_line(done: Refreshed) -> str:
+    if done.postponed:
+        return f"nothing was computed: {done.postponed}"
+    return (
+        f"{done.invalidated} rows invalidated, {done.expanded} rows that list them, {done.computed} lists computed, "
+        f"{done.outdated} outdated"
+    )
 
 
 def print_load(report: LoadReport) -> None:

@@ -125,6 +125,8 @@ class TableCorpus:
             raise self._wrong("text", "has a blank heading; leave it out where a column needs none")
         if not 100 <= self.max_chars <= 8000 or not 0 <= self.overlap < self.max_chars:
             raise self._wrong("max_chars", "must be 100 to 8000 code points, and overlap below it")
+        if self.similar and not (1 <= self.similar.k <= 200 and self.similar.where.strip()):
+            raise self._wrong("similar", "needs a k of 1 to 200 and a condition; write TRUE when it lists any row")
         if not self.indexable.strip():
             raise self._wrong("indexable", "is empty; write TRUE when every row belongs in search")
 

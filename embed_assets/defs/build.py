@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dagster import Definitions, in_process_executor
 
 from embed_assets.corpus import TableCorpus
-from embed_assets.defs import jobs, models, schedules, sensors
+from embed_assets.defs import jobs, models, schedules, sensors, similar
 from embed_assets.defs.assets.outbox import semantic_outbox
+from embed_assets.defs.assets.similar import similar as similar_lists
 from embed_assets.defs.assets.similar import similar_invalidations
 from embed_assets.defs.assets.waves import chunk_embeddings, claimed_waves, semantic_chunks
 from embed_assets.defs.maintenance import daily, maintenance
@@ -23,6 +24,7 @@ from embed_assets.resources.dagster import (
     EmbedderResource,
     OutboxResource,
     PostgresResource,
+    SimilarStoreResource,
 )
 from embed_assets.resources.opened import OpenKinds
 from embed_assets.settings import Settings, load_settings
@@ -41,13 +43,15 @@ def build_definitions(
     kinds = opened.registry.kinds
     drains = {kind: jobs.drain(kind) for kind in kinds}
     advances = {kind: models.advance(kind) for kind in kinds}
+    listed = {kind: jobs.similar(kind) for kind in kinds if opened.registry[kind].similar}
     care = maintenance(kinds)
     return Definitions(
-        assets=[make(kind) for kind in kinds for make in CHAIN],
-        jobs=[*drains.values(), *advances.values(), care],
+        assets=[*(make(kind) for kind in kinds for make in CHAIN), *map(similar_lists, listed)],
+        jobs=[*drains.values(), *advances.values(), *listed.values(), care],
         sensors=[
             *(sensors.outbox(kind, job, opened) for kind, job in drains.items()),
             *(models.waiting(kind, job, opened) for kind, job in advances.items()),
+            *(similar.waiting(kind, job, opened) for kind, job in listed.items()),
         ],
         schedules=[*(schedules.scan(kind, job, opened) for kind, job in drains.items()), daily(care)],
         resources=resources(opened),
@@ -63,4 +67,5 @@ def resources(opened: OpenKinds) -> dict[str, object]:
         "outbox": OutboxResource(postgres=postgres),
         "embedder": EmbedderResource(postgres=postgres),
         "chunk_store": ChunkStoreResource(postgres=postgres),
+        "similar_store": SimilarStoreResource(postgres=postgres),
     }

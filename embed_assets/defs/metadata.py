@@ -6,6 +6,7 @@ What does not belong here: texts of rows, ids of rows, anything that grows with 
 from __future__ import annotations
 
 from embed_assets.models import Backlog, Counts, Enqueued, Wave
+from embed_assets.resources.similar_store import Refreshed, Waiting
 
 Numbers = dict[str, int | float]
 
@@ -61,5 +62,18 @@ def of_writing(counts: Counts, *, waves: int, seconds: float) -> Numbers:
         "rows_failed": counts.failed,
         "rows_dead": counts.dead,
         "rows_back": counts.back + counts.lost,
+        "seconds": round(seconds, 3),
+    }
+
+
+def of_similar(done: Refreshed, waiting: Waiting, *, seconds: float) -> Numbers:
+    """`rows_expanded`: rows that listed one that changed."""
+    return {
+        "rows_invalidated": done.invalidated,
+        "rows_expanded": done.expanded,
+        "lists_computed": done.computed,
+        "lists_outdated": done.outdated,
+        "rows_waiting": waiting.feed,
+        "lists_stale": waiting.stale,
         "seconds": round(seconds, 3),
     }

@@ -28,6 +28,10 @@ def drain_job(kind: str) -> str:
     return f"{kind}_drain"
 
 
+def similar_job(kind: str) -> str:
+    return f"{kind}_similar"
+
+
 def models_job(kind: str) -> str:
     return f"{kind}_models"
 

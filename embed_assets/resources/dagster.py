@@ -1,5 +1,5 @@
-"""The resources as Dagster shows them: `postgres`, `outbox`, `embedder`, `chunk_store`. Thin: each hands a stage of
-the run to the plain class that does it.
+"""The resources as Dagster shows them: `postgres`, `outbox`, `embedder`, `chunk_store`, `similar_store`. Thin: each
+hands a stage of the run to the plain class that does it.
 
 No URL and no key stands in their config, so none is ever shown: they come from the settings (`settings.py`).
 What does not belong here: anything that would also be needed without Dagster (`run.py`, `outbox.py`, …).
@@ -18,6 +18,7 @@ from embed_assets.models import Backlog, Enqueued, Wave
 from embed_assets.resources.opened import OpenKinds
 from embed_assets.resources.retention import purge
 from embed_assets.resources.run import DrainRun, Report
+from embed_assets.resources.similar_store import Refreshed, SimilarStore, Waiting
 from embed_assets.resources.waiting import interruptible
 
 logger = logging.getLogger(__name__)
@@ -138,3 +139,18 @@ class ChunkStoreResource(ConfigurableResource):  # type: ignore[type-arg]
     def invalidated(self, kind: str) -> int:
         """How many rows this run settled."""
         return self.postgres.stage(kind, lambda run: run.invalidated())
+
+
+class SimilarStoreResource(ConfigurableResource):  # type: ignore[type-arg]
+    """The tables of neighbours: one probe of the vector index for each chunk of a stale row."""
+
+    postgres: PostgresResource
+
+    def refresh(self, kind: str) -> tuple[Refreshed, Waiting]:
+        """What was done in about EMBED_RUN_SECONDS, and what is left."""
+
+        def work(run: DrainRun) -> tuple[Refreshed, Waiting]:
+            store = SimilarStore(run.kind.postgres, run.kind.bound)
+            return store.refresh(seconds=run.kind.settings.run_seconds, stop=run.stop), store.waiting()
+
+        return self.postgres.stage(kind, work)

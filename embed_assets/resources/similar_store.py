@@ -96,11 +96,10 @@ class SimilarStore:
         index = VectorIndex(self._postgres, self._bound, model["id"], model["dimensions"])
         if not index.possible or index.state().valid:
             return None
-        partition = {"partition": f'embed_assets."{self._bound.partition_name(model["id"])}"'}
-        row = self._postgres.one("models.chunks_estimate", partition)
-        if row and row["chunks"] > EXACT_CHUNKS:
-            return f"the index of about {row['chunks']} chunks is not built yet"
-        return None
+        values = self._values(limit=EXACT_CHUNKS + 1)
+        row = self._postgres.retrying(lambda c: c.execute(self._sql("chunks", model), values).fetchone())
+        assert row is not None
+        return f"the index of more than {EXACT_CHUNKS} chunks is not built yet" if row["many"] else None
 
     def refresh(self, *, seconds: float = 60, everything: bool = False, stop: Stop | None = None) -> Refreshed:
         """Take invalidations, find the lists they touch, compute these again; the rest is left to the next refresh.

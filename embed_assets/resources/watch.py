@@ -23,6 +23,7 @@ from embed_assets.resources.model_life import ModelLife
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import Postgres
 from embed_assets.resources.run import run_limits
+from embed_assets.resources.similar_store import SimilarStore, Waiting
 
 SENSOR_STATEMENT = "1500ms"
 SCHEDULE_STATEMENT = "15s"
@@ -68,6 +69,11 @@ class Watch:
     def scanned_seconds_ago(self) -> float | None:
         row = self._postgres.one("watch.scan_state", {"kind": self.kind})
         return row["scanned_seconds_ago"] if row else None
+
+    def similar(self) -> tuple[Waiting, str | None]:
+        """Stale lists and what would make more of them; and why none is computed now."""
+        store = SimilarStore(self._postgres, self._bound)
+        return store.waiting(), store.postponed()
 
     def rows_per_run(self) -> int:
         """What one run is going to take."""

@@ -234,6 +234,11 @@ SELECT
         ) AS bounded
     ) AS stale;
 
+-- name: chunks
+-- Whether there are more chunks than may be compared without an index; bounded, since statistics come late.
+SELECT count(*) >= %(limit)s AS many
+FROM (SELECT FROM {chunks} AS c WHERE c.model_id = {model_id} LIMIT %(limit)s) AS bounded;
+
 -- name: shown
 SELECT n.source_id, n.distance, source.fields
 FROM embed_assets.similar_to(%(kind)s, %(id)s, %(k)s) WITH ORDINALITY AS n (source_id, distance, rank)

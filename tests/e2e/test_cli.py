@@ -90,6 +90,22 @@ def test_search_takes_columns_and_words_into_account(cli, tmp_path):
     assert (wrong.returncode, "--where: a value is none of its column's type" in wrong.stderr) == (2, True)
 
 
+def test_similar_rows_are_computed_and_shown(cli, db, tmp_path):
+    file = write_lines(tmp_path / "jobs.jsonl", *(posting(n, company_slug=f"c{n}") for n in range(3)))
+    cli("load", "jobs", str(file))
+    cli("drain", "jobs")
+    first, *others = (row[0] for row in db.execute("SELECT id FROM jobs ORDER BY id"))
+    assert "no neighbours are kept" in cli("similar", "jobs", str(first)).stdout
+    computed = cli("recompute", "jobs").stdout
+    assert computed.splitlines() == [
+        "3 rows invalidated, 0 rows that list them, 3 lists computed, 0 outdated",
+        "nothing is stale",
+    ]
+    assert cli("recompute", "jobs").stdout.strip() == "nothing is stale"
+    found = json.loads(cli("similar", "jobs", str(first), "--json").stdout)
+    assert {int(row["source_id"]) for row in found} == set(others)
+
+
 def test_a_second_drain_sends_no_text(cli, db, tmp_path):
     cli("load", "jobs", str(write_lines(tmp_path / "jobs.jsonl", posting(1))))
     cli("drain", "jobs")

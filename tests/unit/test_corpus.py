@@ -230,6 +230,8 @@ def test_what_changes_no_vector_leaves_the_identity_alone():
         ({"kind": "jobs; drop"}, "kind must be"),
         ({"kind": "j" * 41}, "kind must be"),
         ({"chunks": "Notes"}, "chunks 'Notes' is no lower-case table name"),
+        ({"similar": Similar(k=0)}, "similar needs a k of 1 to 200 and a condition"),
+        ({"similar": Similar(where=" ")}, "similar needs a k of 1 to 200 and a condition"),
         ({"chunks": "similar_notes"}, "chunks 'similar_notes' is the name of a table of neighbours"),
         ({"table": ""}, "table and key must both be given"),
         ({"key": ""}, "table and key must both be given"),

@@ -1,15 +1,16 @@
-"""The end of a drain: whose neighbours must be computed again.
+"""The end of a drain: whose neighbours must be computed again. And the neighbours, which a job of their own computes.
 
-The rows are appended by the write transaction itself; here they are counted.
-What does not belong here: computing neighbours, which is a job of its own.
+What does not belong here: how they are computed (`resources/similar_store.py`).
 """
 
+import time
 from collections.abc import Iterator
 
 from dagster import AssetExecutionContext, AssetsDefinition, MaterializeResult, asset
 
+from embed_assets.defs import metadata
 from embed_assets.defs.naming import group, key
-from embed_assets.resources.dagster import ChunkStoreResource
+from embed_assets.resources.dagster import ChunkStoreResource, SimilarStoreResource
 
 
 def similar_invalidations(kind: str) -> AssetsDefinition:
@@ -34,3 +35,26 @@ def similar_invalidations(kind: str) -> AssetsDefinition:
         )
 
     return report
+
+
+def similar(kind: str) -> AssetsDefinition:
+    @asset(
+        key=key(kind, "similar"),
+        deps=[key(kind, "similar_invalidations")],
+        group_name=group(kind),
+        kinds={"postgres", "pgvector"},
+        output_required=False,
+        description="Precomputed neighbours of each row, which embed_assets.similar_to reads. Computed again here for "
+        "rows that changed and for those that list them, about a minute's worth; nothing stale, nothing done.",
+    )
+    def refresh(context: AssetExecutionContext, similar_store: SimilarStoreResource) -> Iterator[MaterializeResult]:  # type: ignore[type-arg]
+        started = time.monotonic()
+        done, waiting = similar_store.refresh(kind)
+        if done.postponed:
+            context.log.warning("Nothing was computed: %s.", done.postponed)
+        elif done.idle:
+            context.log.info("No list of %s is stale.", kind)
+        else:
+            yield MaterializeResult(metadata=metadata.of_similar(done, waiting, seconds=time.monotonic() - started))
+
+    return refresh
