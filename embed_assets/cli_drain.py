@@ -113,5 +113,7 @@ def _drain(
 def _advance(kind: Kind, stop: Stop) -> None:
     """What was loaded is indexed, and what was built beside is judged: there need be no Dagster for it."""
     if kind.life.waiting(automatic=kind.settings.switch == "automatic"):
-        for line in kind.life.advance(stop):
-            console.err.print(line, markup=False)
+        with console.progress(f"index {kind.outbox.kind}") as (bar, task):
+            bar.update(task, total=100)
+            for line in kind.life.advance(stop, lambda part: bar.update(task, completed=100 * part)):
+                bar.console.print(line, markup=False)

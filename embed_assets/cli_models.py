@@ -55,8 +55,9 @@ def models(kind: KindName, as_json: AsJson = False) -> None:
 @models_app.command()
 def advance(kind: KindName) -> None:
     """Build the indexes that can be built, judge the target, and switch to it unless EMBED_SWITCH is operator."""
-    with _life(kind) as (life, stop):
-        done = life.advance(stop)
+    with _life(kind) as (life, stop), console.progress(f"index {kind}") as (bar, task):
+        bar.update(task, total=100)
+        done = life.advance(stop, lambda part: bar.update(task, completed=100 * part))
     console.out.print("\n".join(done) or "nothing to do", markup=False)
 
 

@@ -27,6 +27,7 @@ from embed_assets.defs.sensors import redacted
 from embed_assets.resources.dagster import PostgresResource
 from embed_assets.resources.opened import OpenKinds
 
+PROGRESS_STEP = 0.1
 IN_FLIGHT = [
     DagsterRunStatus.NOT_STARTED,
     DagsterRunStatus.QUEUED,
@@ -44,7 +45,15 @@ def advance(kind: str) -> JobDefinition:
         "and let search read it when its gates hold (EMBED_SWITCH). What is interrupted goes on in the next run.",
     )
     def advance_models(context: OpExecutionContext, postgres: PostgresResource) -> None:
-        for line in postgres.advance_models(kind):
+        told = 0.0
+
+        def progress(done: float) -> None:
+            nonlocal told
+            if done - told >= PROGRESS_STEP:
+                told = done
+                context.log.info("the index is built to %.0f %%", 100 * done)
+
+        for line in postgres.advance_models(kind, progress):
             context.log.info(line)
 
     @job(

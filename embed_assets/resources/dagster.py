@@ -47,9 +47,9 @@ class PostgresResource(ConfigurableResource):  # type: ignore[type-arg]
             kind, lambda run: purge(run.kind.postgres, days=run.kind.settings.retention_days, stop=run.stop)
         )
 
-    def advance_models(self, kind: str) -> list[str]:
-        """Index, judge, switch; says what was done."""
-        return self.stage(kind, lambda run: run.kind.life.advance(run.stop))
+    def advance_models(self, kind: str, progress: Callable[[float], None]) -> list[str]:
+        """Index, judge, switch; says what was done. `progress` is told each second how far an index is, 0 to 1."""
+        return self.stage(kind, lambda run: run.kind.life.advance(run.stop, progress))
 
     def drop_retired(self, kind: str) -> list[int]:
         """Drop the partitions of models that were retired EMBED_ROLLBACK_DAYS ago; their ids."""

@@ -22,7 +22,7 @@ from embed_assets.resources import search_outbox, similar_store
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.tables import maintainer, make_partition
-from embed_assets.resources.vector_index import VectorIndex
+from embed_assets.resources.vector_index import Progress, VectorIndex
 from embed_assets.settings import Settings
 from embed_assets.stop import Stop
 
@@ -130,17 +130,18 @@ class ModelLife:
         values = {"kind": self.kind, "automatic": automatic}
         return self._postgres.one("models.waiting", values) is not None
 
-    def advance(self, stop: Stop) -> list[str]:
+    def advance(self, stop: Stop, progress: Progress = lambda done: None) -> list[str]:
         """Build what index can be built, judge the target, and switch to it if that is automatic. Says what it did.
 
-        Again and again without harm; what another process is doing now is left to it.
+        Again and again without harm; what another process is doing now is left to it. `progress` is told each second
+        how far an index is, 0 to 1.
         """
         done = []
         for model in self.models():
             if model.retired_at or not (model.active or model.target):
                 continue
             stop.check()
-            unmet = self._build(model) or (None if model.active else self._judge(model, stop))
+            unmet = self._build(model, progress) or (None if model.active else self._judge(model, stop))
             self._note(model, unmet)
             if unmet:
                 done.append(f"{model.identity}: {unmet}")
@@ -153,7 +154,7 @@ class ModelLife:
                 done.append(f"{model.identity}: indexed")
         return done
 
-    def _build(self, model: Model) -> str | None:
+    def _build(self, model: Model, progress: Progress = lambda done: None) -> str | None:
         """None when the index stands, else what keeps it from being built."""
         index = self.index_of(model)
         if not index.possible:
@@ -163,7 +164,7 @@ class ModelLife:
             return None
         if unmet := self._uncovered(self.coverage(model.model_id)):
             return unmet
-        return None if index.build() else "its index is being built by another process"
+        return None if index.build(progress) else "its index is being built by another process"
 
     def _judge(self, model: Model, stop: Stop) -> str | None:
         """None when the gates hold, else the first that does not."""

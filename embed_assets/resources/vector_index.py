@@ -6,7 +6,10 @@ What does not belong here: when it is built (`model_life`), how it is asked (`se
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +25,12 @@ logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 256 * 1024 * 1024
 NEIGHBOURS = 10
+PROGRESS_SECONDS = 1.0
 FEWEST_QUERIES = 20
 # Two vectors that differ by less are the same to a reader; floats summed in another order differ by about this much.
 SAME_DISTANCE = 1e-5
+
+Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -86,18 +92,18 @@ class VectorIndex:
         assert row is not None
         return IndexState(**row)
 
-    def build(self) -> bool:
+    def build(self, progress: Progress = lambda done: None) -> bool:
         """Build it, after dropping what a dead process left half built. False: somebody else is building it now.
 
-        Takes as long as it takes: no statement time-out; reads and writes go on. Raises Cancelled, and leaves an
-        invalid index that the next build drops.
+        Takes as long as it takes: no statement time-out; reads and writes go on. `progress` is told each second how
+        far it is, 0 to 1. Raises Cancelled, and leaves an invalid index that the next build drops.
         """
         state = self.state()
         if state.building:
             return False
         if not state.valid:
             started = time.monotonic()
-            with self._postgres.session() as connection:
+            with self._told(progress), self._postgres.session() as connection:
                 connection.execute(query("models.index_memory"), {"bytes": MEMORY_BYTES})
                 if state.present:
                     logger.warning("%s was left half built: built anew", self._name)
@@ -107,6 +113,24 @@ class VectorIndex:
             logger.info("%s is built, %.0f s", self._name, time.monotonic() - started)
         self._postgres.execute("models.index_is_ready", {**self._ids, "ready": True})
         return True
+
+    @contextmanager
+    def _told(self, progress: Progress) -> Iterator[None]:
+        ended = threading.Event()
+
+        def tell() -> None:
+            with suppress(Exception):  # whoever watches must not end what is watched
+                while not ended.wait(PROGRESS_SECONDS):
+                    if (state := self.state()).building:
+                        progress(state.done)
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            teller.join()
 
     def recall(self, *, queries: int, seconds: float, stop: Stop) -> Recall | None:
         """Recall@10 against exact search, asked with vectors of the partition itself; None when it holds none.

@@ -160,9 +160,11 @@ SELECT
     i.indexrelid IS NOT NULL AS present,
     coalesce(i.indisvalid AND i.indisready, FALSE) AS valid,
     p.pid IS NOT NULL AS building,
-    coalesce(
-        p.tuples_done::float8 / nullif(p.tuples_total, 0), p.blocks_done::float8 / nullif(p.blocks_total, 0), 0
-    ) AS done
+    CASE
+        WHEN p.phase LIKE 'building index%%' THEN coalesce(p.blocks_done::float8 / nullif(p.blocks_total, 0), 0)
+        WHEN p.phase IN ('initializing', 'waiting for writers before build') OR p.phase IS NULL THEN 0
+        ELSE 1
+    END::float8 AS done
 FROM (SELECT to_regclass(%(partition)s) AS relation, to_regclass(%(index)s) AS index) AS named
 LEFT JOIN pg_index AS i ON i.indexrelid = named.index
 LEFT JOIN pg_stat_progress_create_index AS p ON p.relid = named.relation AND p.datname = current_database();

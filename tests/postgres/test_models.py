@@ -17,6 +17,7 @@ from embed_assets.console import standing_line
 from embed_assets.corpora.jobs import jobs
 from embed_assets.errors import Cancelled, ConfigurationError, InputRejected
 from embed_assets.fake_server import FakeServer
+from embed_assets.resources import vector_index
 from embed_assets.resources.assembly import Kind, open_kind, query_embedders
 from embed_assets.resources.model_life import NotReady, RetiredModel
 from embed_assets.resources.vector_index import VectorIndex
@@ -517,6 +518,23 @@ def test_a_cancelled_build_ends_at_once_and_the_next_one_finishes(kind: Kind, db
     until_true(lambda: not index.state().building, "the cancelled build goes on")
     index.build()
     assert index.state().valid
+
+
+def test_how_far_an_index_is_is_told_while_it_is_built(kind: Kind, db: Db, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_index, "PROGRESS_SECONDS", 0.02)
+    add_jobs(db, 3)
+    drain(kind)
+    db.execute(
+        "INSERT INTO embed_assets.job_semantic_chunks (id, chunk_index, model_id, text_hash, body, embedding) "
+        "SELECT 1000 + g, 0, %s, 'x', 'x', ARRAY(SELECT random() FROM generate_series(1, 8) WHERE g > 0)::vector(8) "
+        "FROM generate_series(1, 20000) AS g",
+        (kind.model_id,),
+    )
+    told: list[float] = []
+    assert kind.life.index_of(kind.life.models()[0]).build(told.append)
+    assert told
+    assert all(0 <= done <= 1 for done in told)
+    assert told[-1] > 0
 
 
 @pytest.mark.ids("P01", "P02")
