@@ -14,7 +14,7 @@ import typer
 
 from embed_assets import console
 from embed_assets.cli_shared import AsJson, KindName, opened_kind
-from embed_assets.resources.operator import DeadLetters, Operator
+from embed_assets.resources.operator import LISTED, MOST_LISTED, DeadLetters, Operator
 from embed_assets.resources.retention import purge as forget
 from embed_assets.stop import Stop
 
@@ -25,9 +25,23 @@ Ids = Annotated[list[str] | None, typer.Option("--id", help="Only this source id
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without, only say what would be taken.")]
 
 
+Prefix = Annotated[str | None, typer.Option("--prefix", help="With --list: source ids that begin so.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, max=MOST_LISTED, help="With --list: at most so many.")]
+
+
 @operate.command()
-def failures(kind: KindName, code: Code = None, as_json: AsJson = False) -> None:
+def failures(
+    kind: KindName,
+    code: Code = None,
+    one_by_one: Annotated[bool, typer.Option("--list", help="One by one, the newest first.")] = False,
+    prefix: Prefix = None,
+    limit: Limit = LISTED,
+    as_json: AsJson = False,
+) -> None:
     """Dead letters by error code, with one of them and what to do."""
+    if one_by_one or prefix is not None:
+        _list(kind, code, prefix, limit, as_json)
+        return
     with opened_kind(kind) as opened:
         groups = Operator(opened.postgres, kind).dead_letters(code=code)
     if as_json:
@@ -89,6 +103,22 @@ def purge(kind: KindName) -> None:
         dropped = opened.life.drop_retired(days=opened.settings.rollback_days, stop=Stop())
         deleted |= {"retired models": len(dropped)} if dropped else {}
     console.out.print(", ".join(f"{table} {rows}" for table, rows in deleted.items()) or "everything is kept")
+
+
+def _list(kind: str, code: str | None, prefix: str | None, limit: int, as_json: bool) -> None:
+    with opened_kind(kind) as opened:
+        letters = Operator(opened.postgres, kind).listed(code=code, prefix=prefix, limit=limit)
+    if as_json:
+        typer.echo(json.dumps([asdict(letter) for letter in letters], default=str, ensure_ascii=False))
+        return
+    for one in letters:
+        console.out.print(
+            f"{one.source_id}  {one.error_code}  {one.occurrences}×  {one.last_failed_at:%Y-%m-%d %H:%M:%S}  "
+            f"{one.error_message}",
+            markup=False,
+        )
+    if not letters:
+        console.out.print("no dead letters")
 
 
 def _say(done: str, found: list[DeadLetters], rows: int | None) -> None:

@@ -14,6 +14,7 @@ from embed_assets.queries import query
 from embed_assets.resources.postgres import Postgres
 
 BATCH = 5_000
+LISTED, MOST_LISTED = 50, 500
 
 NEXT_STEPS = {
     "input_rejected": "the endpoint will never take this text: change the row, exclude it, or change the model",
@@ -43,6 +44,22 @@ class DeadLetters:
 
 
 @dataclass(frozen=True)
+class DeadLetter:
+    """One of them. `parked_until`: when a reconcile brings it back; None when it does at once, or never by itself."""
+
+    source_id: str
+    model: str
+    error_code: str
+    error_class: str
+    error_message: str
+    occurrences: int
+    first_failed_at: datetime
+    last_failed_at: datetime
+    last_success_at: datetime | None
+    parked_until: datetime | None
+
+
+@dataclass(frozen=True)
 class Latency:
     """Seconds from enqueued to finished, by quantile; None where nothing was indexed."""
 
@@ -64,6 +81,25 @@ class Operator:
         with self._postgres.transaction() as cursor:
             rows = cursor.execute(query("operate.count_dead"), self._filters(code, ids)).fetchall()
         return [DeadLetters(**row) for row in rows]
+
+    def listed(
+        self,
+        *,
+        code: str | None = None,
+        ids: Sequence[str] | None = None,
+        prefix: str | None = None,
+        limit: int = LISTED,
+    ) -> list[DeadLetter]:
+        """One by one, the newest failure first; at most 500. `prefix`: what their source ids begin with, literally."""
+        values = self._filters(code, ids) | {"prefix": prefix, "limit": max(0, min(limit, MOST_LISTED))}
+        with self._postgres.transaction() as cursor:
+            rows = cursor.execute(query("operate.list_dead"), values).fetchall()
+        return [DeadLetter(**row) for row in rows]
+
+    def last_activity(self) -> datetime | None:
+        """When anything was claimed, finished or failed last; None when nothing ever was."""
+        row = self._postgres.one("operate.last_activity", {"kind": self._kind})
+        return row["at"] if row else None
 
     def retry(self, *, code: str | None = None, ids: Sequence[str] | None = None) -> int:
         """Back to pending with all attempts, whatever was parked; returns how many."""

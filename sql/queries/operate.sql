@@ -17,6 +17,36 @@ WHERE
 GROUP BY e.error_code, e.error_class
 ORDER BY count(*) DESC, e.error_code;
 
+-- name: list_dead
+-- One by one, the newest failure first. Nothing in a prefix is a pattern.
+SELECT
+    d.source_id,
+    m.identity AS model,
+    d.error_code,
+    d.error_class,
+    d.error_message,
+    d.occurrences,
+    d.first_failed_at,
+    d.last_failed_at,
+    d.last_success_at,
+    CASE WHEN isfinite(d.parked_until) THEN d.parked_until END AS parked_until
+FROM embed_assets.dead_letters AS d
+INNER JOIN embed_assets.embedding_models AS m ON m.id = d.model_id
+WHERE
+    d.kind = %(kind)s AND d.dismissed_at IS NULL
+    AND (d.error_code = %(code)s OR %(code)s::text IS NULL)
+    AND (d.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
+    AND (starts_with(d.source_id, %(prefix)s) OR %(prefix)s::text IS NULL)
+ORDER BY d.last_failed_at DESC, d.source_id
+LIMIT %(limit)s;
+
+-- name: last_activity
+SELECT greatest(
+    (SELECT max(l.finished_at) FROM embed_assets.semantic_outbox_log AS l WHERE l.kind = %(kind)s),
+    (SELECT max(w.claimed_at) FROM embed_assets.claimed_waves AS w WHERE w.kind = %(kind)s),
+    (SELECT max(e.last_failed_at) FROM embed_assets.semantic_outbox AS e WHERE e.kind = %(kind)s)
+) AS at;
+
 -- name: retry_dead
 -- An operator's retry is a request: whatever was parked, it runs now, with all its attempts.
 WITH chosen AS MATERIALIZED (

@@ -23,6 +23,7 @@ from postgres.support import (
     value,
     wave_of,
 )
+from psycopg.errors import UndefinedFunction
 
 from embed_assets.errors import AnswerContract, InputRejected
 from embed_assets.resources.operator import Operator
@@ -154,6 +155,72 @@ def test_dead_letters_tell_occurrences_first_and_last_failure_and_last_success(d
         "FROM embed_assets.dead_letters",
     )
     assert (occurrences, in_order, indexed_before) == (3, True, True)
+
+
+@pytest.mark.ids("C-51")
+def test_dead_letters_are_listed_newest_first_by_a_prefix_that_is_no_pattern(db, notes_kind):
+    kind, ids = notes_kind, ["a%b", "a%c", "aXb", "b_1", "bX1"]
+    if kind.bound.key_type != "text":
+        pytest.skip("only text keys have such prefixes")
+    db.execute(
+        "INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, status, error_code, error_class, "
+        "error_message, failures, first_failed_at, last_failed_at) SELECT 'notes', id, %s, 'scan', 'dead', "
+        "'code_' || n, 'input_rejected', 'refused', 3, now() - interval '1 day', now() - n * interval '1 hour' "
+        "FROM unnest(%s::text[]) WITH ORDINALITY AS given (id, n)",
+        (kind.model_id, ids),
+    )
+    operator = Operator(kind.postgres, "notes")
+    assert [letter.source_id for letter in operator.listed()] == ids
+    assert [letter.source_id for letter in operator.listed(prefix="a%")] == ["a%b", "a%c"]
+    assert [letter.source_id for letter in operator.listed(prefix="b_")] == ["b_1"]
+    assert [letter.source_id for letter in operator.listed(code="code_3", limit=2)] == ["aXb"]
+    assert [letter.source_id for letter in operator.listed(limit=2)] == ids[:2]
+    first = operator.listed(limit=1)[0]
+    assert (first.occurrences, first.error_message, first.parked_until, first.model) == (
+        3,
+        "refused",
+        None,
+        kind.identity,
+    )
+
+
+@pytest.mark.ids("C-51")
+def test_fifty_dead_letters_are_listed_unless_told_and_five_hundred_at_most(db, kind, operator):
+    db.execute(
+        "INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, status, error_code, error_class, "
+        "error_message, failures, first_failed_at, last_failed_at) SELECT 'jobs', n::text, %s, 'scan', 'dead', 'code', "
+        "'input_rejected', 'refused', 1, now(), now() FROM generate_series(1, 501) AS n",
+        (kind.model_id,),
+    )
+    assert [len(operator.listed(**limit)) for limit in ({}, {"limit": 100}, {"limit": 9_999})] == [50, 100, 500]
+
+
+@pytest.mark.ids("C-53")
+def test_the_last_activity_is_none_before_anything_was_done_and_then_that_of_the_newest(db, kind, operator):
+    assert operator.last_activity() is None
+    add_jobs(db, 2)
+    kind.enqueuer.enqueue(scan=True)
+    assert operator.last_activity() is None
+    wave = wave_of(kind, 1)
+    assert operator.last_activity() == wave.claimed_at
+    drain(kind)
+    finished = value(db, "SELECT max(finished_at) FROM embed_assets.semantic_outbox_log")
+    assert operator.last_activity() == finished > wave.claimed_at
+
+
+@pytest.mark.ids("C-44")
+def test_a_sweep_of_the_parked_that_fails_keeps_nothing_back_and_is_repeated(db, kind, embedder):
+    job = add_job(db)
+    kill(db, kind, embedder, job, AnswerContract("not a number"))
+    said = add_job(db)
+    say(db, said)
+    db.execute("ALTER FUNCTION embed_assets.parked_until RENAME TO elsewhere")
+    with pytest.raises(UndefinedFunction):
+        reconcile(db, kind)
+    assert (entry(db, said), entry(db, job)) == ("pending", "dead")
+    db.execute("ALTER FUNCTION embed_assets.elsewhere RENAME TO parked_until")
+    kind.enqueuer.enqueue()
+    assert entry(db, job) == "pending"
 
 
 def test_failures_are_grouped_by_code_with_a_sample_and_the_next_step(db, kind, embedder, operator):
