@@ -17,6 +17,7 @@ from postgres.support import Db, rows, value
 
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
+from embed_assets.resources.similar_store import SimilarStore
 from embed_assets.search import active_model, nearest_statement
 
 CHUNKS = int(os.environ.get("PLAN_CHUNKS", "20000"))
@@ -172,3 +173,38 @@ def test_the_function_refuses_another_width_and_leaves_its_caller_s_settings(kin
     assert value(db, "SHOW hnsw.iterative_scan") == "off"
     db.execute("UPDATE embed_assets.corpora SET active_model_id = NULL")
     assert rows(db, "SELECT source_id FROM embed_assets.search_jobs(%s::vector)", vector(kind).tolist()) == []
+
+
+@pytest.mark.ids("P20")
+def test_similar_probes_go_by_the_index_and_find_the_true_neighbours(many: Kind, db: Db) -> None:
+    store = SimilarStore(many.postgres, many.bound)
+    ids = [str(job) for job in rows(db, "SELECT id FROM jobs WHERE id % 500 = 1 ORDER BY id LIMIT 20")]
+    found = store.compute(ids)
+    share = [len(set(row.candidates[:20]) & set(true_neighbours(db, many, row.source_id))) / 20 for row in found]
+    assert (len(found), sum(share) / len(share) >= 0.95) == (20, True)
+    probes = [node for _, node in _walk(explained(many, store, ids), "") if "_hnsw" in node.get("Index Name", "")]
+    assert [node["Actual Loops"] for node in probes] == [40], "one probe for each chunk"
+
+
+def explained(kind: Kind, store: SimilarStore, ids: list[str]) -> Any:
+    statement = store._sql("compute", active_model(kind.postgres, "jobs"))
+    with kind.postgres.transaction() as cursor:
+        cursor.execute(query("search.settings"))
+        values = {"kind": "jobs", "ids": ids, "depth": 80}
+        cursor.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + statement.as_bytes(cursor), values)
+        row = cursor.fetchone()
+    assert row is not None
+    return row["QUERY PLAN"][0]["Plan"]
+
+
+def true_neighbours(db: Db, kind: Kind, job: str, k: int = 20) -> list[str]:
+    """Every pair of chunks compared."""
+    partition = f"embed_assets.{kind.bound.partition_name(kind.model_id)}"
+    return rows(
+        db,
+        f"SELECT b.id::text FROM jobs AS a JOIN {partition} AS x ON x.id = a.id "
+        f"JOIN jobs AS b ON b.id <> a.id AND NOT b.is_private AND b.company_slug <> a.company_slug "
+        f"JOIN {partition} AS y ON y.id = b.id WHERE a.id = %s "
+        f"GROUP BY b.id ORDER BY min(x.embedding <=> y.embedding), b.id::text LIMIT {k}",
+        int(job),
+    )
