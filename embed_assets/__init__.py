@@ -1,5 +1,5 @@
 """Keeps pgvector embeddings in step with Postgres tables, incrementally, run and watched from Dagster."""
 
-from embed_assets.corpus import EscapedHtml, Html, Markdown, Plain, Similar, TableCorpus
+from embed_assets.corpus import EscapedHtml, Hooks, Html, Markdown, Plain, Similar, TableCorpus
 
-__all__ = ["EscapedHtml", "Html", "Markdown", "Plain", "Similar", "TableCorpus"]
+__all__ = ["EscapedHtml", "Hooks", "Html", "Markdown", "Plain", "Similar", "TableCorpus"]

@@ -10,9 +10,10 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
+from typing import Any
 
 from embed_assets.errors import DeclarationError, TooLarge
 from embed_assets.models import Chunk, Plan, SourceRow
@@ -86,6 +87,21 @@ class Similar:
 
 
 @dataclass(frozen=True)
+class Hooks:
+    """What of yours happens when rows are written or cleared; each gets their source ids, sorted.
+
+    `after_write`, `after_clear` (cursor, ids): in the write transaction, before its commit. A statement that the
+    database refuses counts as the row's failure, found by halving; any other error is a defect and nothing is written.
+    `on_succeeded` (ids): after the commit, for rows that are done. What it raises is logged and changes nothing; it is
+    not called when the process dies in between.
+    """
+
+    after_write: Callable[[Any, Sequence[str]], None] | None = None
+    after_clear: Callable[[Any, Sequence[str]], None] | None = None
+    on_succeeded: Callable[[Sequence[str]], None] | None = None
+
+
+@dataclass(frozen=True)
 class TableCorpus:
     """One table of yours and its rules. Nothing in it is ever altered.
 
@@ -96,7 +112,8 @@ class TableCorpus:
     `freshest` first by `fresh_at`, or `oldest` request first. `scope`: an SQL expression that says whose the row is (a
     tenant): no scope takes more than half of a wave while others wait. `legacy_embedding`: a column, where the table
     has one, in which a vector was kept before: set to NULL when a row is cleared, never written otherwise, and the
-    only thing of yours that is ever touched. Raises DeclarationError, naming the field at fault.
+    only thing of yours that is ever touched. `hooks`: what of yours happens with rows that are done. Raises
+    DeclarationError, naming the field at fault.
     """
 
     kind: str
@@ -114,6 +131,7 @@ class TableCorpus:
     max_chars: int = 2000
     overlap: int = 0
     legacy_embedding: str | None = None
+    hooks: Hooks = Hooks()
 
     def __post_init__(self) -> None:
         self._check_names()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from pgvector import Vector
 from psycopg import Cursor, sql
 
-from embed_assets.corpus import MAX_ROW_BYTES
+from embed_assets.corpus import MAX_ROW_BYTES, Hooks
 from embed_assets.errors import DatabaseTrouble, EmbedAssetsError, LeaseLost
 from embed_assets.models import Counts, Plan, SourceRow, Wave
 from embed_assets.queries import query
@@ -116,12 +116,15 @@ class ChunkStore:
             "dead": 0,
         }
         try:
-            return self._postgres.retrying(lambda c: self._write(c, wave, values, close, started), stop=stop)
+            counts = self._postgres.retrying(lambda c: self._write(c, wave, values, close, started), stop=stop)
         except (LeaseLost, DatabaseTrouble):
-            if close and (written := self._written(wave)):
-                # The commit had happened, only its answer was lost. What parts wrote was counted with them.
-                return written if ids is None else Counts()
-            raise
+            if not close or (written := self._written(wave)) is None:
+                raise
+            # The commit had happened, only its answer was lost. What parts wrote was counted with them.
+            counts = written if ids is None else Counts()
+        if close and self._hooks.on_succeeded:
+            self._succeeded(wave, self._hooks.on_succeeded)
+        return counts
 
     def _write(self, cursor: Cursor[Row], wave: Wave, values: dict[str, Any], close: bool, started: float) -> Counts:
         cursor.execute(query("chunks.lock_kind_shared"), values)
@@ -135,6 +138,8 @@ class ChunkStore:
             cursor.execute(self._sql(name, wave), values)
         if self._bound.legacy_embedding:
             cursor.execute(self._sql("forget_legacy", wave, legacy=self._bound.legacy_embedding), values)
+        if self._hooks.after_write or self._hooks.after_clear:
+            self._after(cursor, wave, values)
         row = cursor.execute(self._sql("settle", wave), values).fetchone()
         counts = Counts(**row) if row else Counts()
         seconds = {"seconds": time.monotonic() - started}
@@ -145,6 +150,30 @@ class ChunkStore:
             cursor.execute(query("outbox.close_wave"), values)
             cursor.execute(query("outbox.drop_plans"), {"wave_ids": [wave.wave_id]})
         return counts
+
+    @property
+    def _hooks(self) -> Hooks:
+        return self._bound.corpus.hooks
+
+    def _after(self, cursor: Cursor[Row], wave: Wave, values: dict[str, Any]) -> None:
+        """Hooks within the transaction, each called only if there are rows for it."""
+        rows = cursor.execute(self._sql("actions", wave), values).fetchall()
+        written = [row["source_id"] for row in rows if row["action"] == "embed"]
+        cleared = [row["source_id"] for row in rows if row["action"] in ("clear", "gone")]
+        for hook, ids in ((self._hooks.after_write, written), (self._hooks.after_clear, cleared)):
+            if hook and ids:
+                hook(cursor, ids)
+
+    def _succeeded(self, wave: Wave, hook: Callable[[Sequence[str]], None]) -> None:
+        """The hook after the commit: the wave is written whatever it raises."""
+        try:
+            with self._postgres.transaction() as cursor:
+                values = parameters(wave) | {"ids": wave.source_ids}
+                ids = [row["source_id"] for row in cursor.execute(query("chunks.succeeded"), values)]
+            if ids:
+                hook(ids)
+        except Exception:
+            logger.exception("%s: on_succeeded failed for wave %s", wave.kind, wave.wave_id)
 
     def _written(self, wave: Wave) -> Counts | None:
         """Unknown commit outcome: closed as written under my token means done."""

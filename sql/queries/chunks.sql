@@ -357,6 +357,22 @@ SELECT p.kind, p.source_id, p.model_id
 FROM {planned} AS p
 ORDER BY p.source_id;
 
+-- name: actions
+-- What is done with each row of this write, for the hooks of its declaration.
+SELECT p.source_id, p.action FROM {planned} AS p ORDER BY p.source_id;
+
+-- name: succeeded
+-- Rows of a wave that are done with: indexed, and not back in the queue since.
+SELECT DISTINCT l.source_id
+FROM embed_assets.semantic_outbox_log AS l
+WHERE
+    l.kind = %(kind)s AND l.source_id = ANY(%(ids)s) AND l.wave_id = %(wave_id)s AND l.outcome = 'indexed'
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS o
+        WHERE o.kind = l.kind AND o.source_id = l.source_id AND o.model_id = l.model_id
+    )
+ORDER BY l.source_id;
+
 -- name: settle
 -- The last look at the source, late and of one table. Entries leave, or go back to pending when the row is no
 -- longer what was loaded or was requested again after the claim. Every outcome is logged.

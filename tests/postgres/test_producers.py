@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psycopg
 import pytest
 from postgres.support import (
     Db,
@@ -29,8 +30,10 @@ from postgres.support import (
 )
 from psycopg import IsolationLevel
 
+from embed_assets.producer import announce
 from embed_assets.resources.assembly import Kind
 
+FEED = "SELECT count(*) FROM embed_assets.source_changes"
 LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
 ACTIONS = {
     "edit": "UPDATE jobs SET description = 'edited' WHERE id = %(job)s",
@@ -159,3 +162,49 @@ def test_truncate_between_a_fold_and_the_write_it_waits_for_deadlocks_with_none(
                 producer.commit()
     assert drain(kind).gone == len(jobs)
     assert status(kind) == {}
+
+
+# In a producer's own code
+
+
+def edit_first(producer: Db) -> None:
+    producer.execute("UPDATE jobs SET description = 'edited' WHERE id = (SELECT min(id) FROM jobs)")
+
+
+@pytest.mark.ids("C-47")
+def test_an_announcement_is_part_of_its_producer_s_transaction(kind: Kind, db: Db, database_url: str) -> None:
+    job = add_jobs(db, 1)[0]
+    with psycopg.connect(database_url) as producer:
+        assert announce(producer, "jobs", [job], forced=True, scope="acme") == 1
+        assert value(db, FEED) == 0
+        edit_first(producer)
+        producer.rollback()
+        assert value(db, FEED) == 0
+        assert announce(producer, "jobs", [job], forced=True, scope="acme") == 1
+    assert value(db, "SELECT source_id, forced, scope, reason FROM embed_assets.source_changes") == (
+        str(job),
+        True,
+        "acme",
+        "write",
+    )
+
+
+@pytest.mark.ids("C-47")
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_an_error_of_the_queue_is_logged_and_spares_the_producer_s_change(
+    kind: Kind, db: Db, database_url: str, caplog: pytest.LogCaptureFixture, autocommit: bool
+) -> None:
+    job = add_jobs(db, 1)[0]
+    db.execute("ALTER TABLE embed_assets.source_changes RENAME TO elsewhere")
+    with psycopg.connect(database_url, autocommit=autocommit) as producer:
+        edit_first(producer)
+        assert announce(producer, "jobs", [job]) == 0
+    assert value(db, "SELECT description FROM jobs") == "edited"
+    assert "could not be announced (42P01)" in caplog.text
+
+
+@pytest.mark.ids("C-47")
+def test_without_a_connection_or_ids_nothing_is_announced(kind: Kind, db: Db) -> None:
+    add_jobs(db, 1)
+    assert [announce(None, "jobs", [1]), announce(db, "jobs", []), announce(db, "jobs", [None])] == [0, 0, 0]
+    assert value(db, FEED) == 0
