@@ -80,6 +80,7 @@ def test_finished_entries_cost_a_claim_a_page_for_four_of_them_at_most_while_a_s
         after = claim(claimer, db).pages + touched(claimer, db, "claim.heal").pages
         print(f"held {held}: {before} pages before, {after} after {FINISHED} finished entries")
         assert (after - before) * 4 <= FINISHED
+        assert touched(claimer, db, "claim.heal").pages < 20
     assert embedder.texts == []
 
 
