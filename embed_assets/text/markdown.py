@@ -15,7 +15,8 @@ from embed_assets.text.html import html_to_sections
 from embed_assets.text.plain import normalise, well_formed
 from embed_assets.text.sections import Section
 
-_EXTENSIONS = ("table", "strikethrough")
+# A row is filled up to its table's width: 14,000 characters can make half a million cells and take 350 MB.
+_MOST_CELLS = 100_000
 _RAW_HTML = cmark.Options.CMARK_OPT_UNSAFE  # only its text is used
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\r?\n|\Z)", re.S | re.M)
 _parsing = Lock()  # cmark keeps its extensions' special characters in one table for all threads
@@ -29,8 +30,9 @@ def markdown_to_sections(markdown: str) -> list[Section]:
     markdown = well_formed(markdown)
     front = _FRONT_MATTER.match(markdown)
     text = normalise(front[1]) if front else ""
+    body = markdown[front.end() :] if front else markdown
+    widest = max((line.count("|") for line in body.splitlines()), default=0)
+    extensions = ["strikethrough", *(["table"] if widest * body.count("\n") <= _MOST_CELLS else [])]
     with _parsing:
-        html = cmark.markdown_to_html_with_extensions(
-            markdown[front.end() :] if front else markdown, options=_RAW_HTML, extensions=_EXTENSIONS
-        )
+        html = cmark.markdown_to_html_with_extensions(body, options=_RAW_HTML, extensions=extensions)
     return [*([Section((), text)] if text else []), *html_to_sections(html, alternatives=True)]

@@ -85,6 +85,12 @@ def test_hostile_documents_take_linear_time_and_keep_their_end(made):
     assert_linear(text_of, made, 24_000)
 
 
+def test_tables_that_would_be_filled_up_to_very_many_cells_stay_as_they_are_written():
+    source = "|a" * 300 + "\n" + "|-" * 300 + "\n" + "b\n" * 1000
+    assert text_of(source).startswith("|a|a")
+    assert text_of("|a" * 30 + "\n" + "|-" * 30 + "\n" + "b\n" * 1000).startswith("a\ta")
+
+
 def test_threads_read_alike():
     source = "~~a~~ b\n\n| c |\n|---|\n| d |\n\n" * 200
     with ThreadPoolExecutor(4) as pool:
