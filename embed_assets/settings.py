@@ -54,8 +54,9 @@ class Settings(BaseSettings):
     home: Path = Path(".embed_assets")
     corpora: str = "embed_assets.corpora.jobs:jobs"
     protocol: Literal["local", "tei", "hf", "openai"] = "local"
-    url: str | None = None
-    query_url: str | None = None
+    # Addresses may hold a user's password or a token.
+    url: str | None = Field(None, repr=False)
+    query_url: str | None = Field(None, repr=False)
     api_key: SecretStr | None = None
     headers: Annotated[dict[str, SecretStr], NoDecode] = Field({}, validate_default=False)
     ca_bundle: Path | None = None
@@ -66,8 +67,8 @@ class Settings(BaseSettings):
     dimensions: int | None = Field(None, ge=1, le=16000)
     prefix_by: Literal["client", "server"] = "client"
     active_protocol: Literal["local", "tei", "hf", "openai"] | None = None
-    active_url: str | None = None
-    active_query_url: str | None = None
+    active_url: str | None = Field(None, repr=False)
+    active_query_url: str | None = Field(None, repr=False)
     active_api_key: SecretStr | None = None
     active_model: str | None = None
     active_dimensions: int | None = Field(None, ge=1, le=16000)

@@ -141,7 +141,9 @@ class Transport:
     def _open(self) -> httpx.AsyncClient:
         if self._client is None:
             timeout = httpx.Timeout(None, connect=min(CONNECT_SECONDS, self._seconds / 2))  # the whole: `_within`
-            self._client = httpx.AsyncClient(timeout=timeout, verify=self._verify, proxy=self._proxy)
+            # A key goes before the user in an address, which httpx would otherwise make into the same header.
+            auth = httpx.Auth() if any(name.lower() == "authorization" for name in self._headers) else None
+            self._client = httpx.AsyncClient(timeout=timeout, verify=self._verify, proxy=self._proxy, auth=auth)
         return self._client
 
 

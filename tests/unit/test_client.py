@@ -205,6 +205,16 @@ def test_a_key_of_any_length_is_sent_whole_and_shown_nowhere(server, connect):
     assert "k3y" not in str(broken.value)
 
 
+@pytest.mark.ids("A-58")
+def test_a_key_goes_before_the_user_in_an_address(server):
+    url = f"http://user:pass@127.0.0.1:{server.port}/embed"
+    for key, sent in ((None, "Basic dXNlcjpwYXNz"), ("secret", "Bearer secret")):
+        embedder = HttpEmbedder("tei", url, identity="stub-v1", api_key=key)
+        embed(embedder, ["a"])
+        embedder.close()
+        assert server.requests[-1].headers["authorization"] == sent
+
+
 def test_secrets_in_the_address_are_not_shown(server):
     url = f"http://user:s3cret@127.0.0.1:{server.port}/embed?token=s3cret"
     server.always = 403
