@@ -86,3 +86,8 @@ stress: .venv/ready
 # What a claim costs while somebody holds a snapshot open, and behind retries that are not due.
 held-snapshot: .venv/ready
 	$(BIN)/python -m bench.held_snapshot
+
+# Hostile texts and hostile answers; the test run takes a few hundred of them.
+.PHONY: fuzz
+fuzz: .venv/ready
+	FUZZ=$(or $(FUZZ),10000) $(BIN)/pytest tests/fuzz -n 2 --dist load -q

@@ -17,6 +17,7 @@ import orjson
 from embed_assets.embedding.types import Vectors
 from embed_assets.errors import ConfigurationError
 
+MOST_TOKENS = 1_000_000_000
 TEI_URL = "http://127.0.0.1:8090/embed"
 
 
@@ -66,8 +67,8 @@ class Tei:
         return orjson.dumps({"inputs": list(texts), "truncate": False})
 
     def answer(self, content: bytes, count: int, headers: Mapping[str, str]) -> Answer:
-        tokens = headers.get("x-compute-tokens", "")
-        return Answer(matrix(_rows(parsed(content)), count), int(tokens) if tokens.isdecimal() else 0)
+        tokens = headers.get("x-compute-tokens", "")[:20]
+        return Answer(matrix(_rows(parsed(content)), count), _tokens(int(tokens) if tokens.isdecimal() else 0))
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class OpenAI:
         tokens = usage.get("total_tokens") if isinstance(usage, dict) else 0
         return Answer(
             matrix(rows, count),
-            tokens if type(tokens) is int else 0,
+            _tokens(tokens),
             model if isinstance(model, str) else None,
         )
 
@@ -150,9 +151,14 @@ def matrix(rows: Sequence[Any], count: int) -> Vectors:
         values = np.array(rows)
     except ValueError:
         raise BadAnswer("ragged_vectors") from None
-    if values.ndim != 2 or values.dtype.kind not in "fiu":
+    if values.ndim != 2 or values.dtype.kind not in "fiu" or any(map(_holds_truths, rows)):
         raise BadAnswer("not_numbers")
     return _usable(values)
+
+
+def _holds_truths(row: Any) -> bool:
+    """numpy takes true for 1 where there are numbers beside it. The first look is fast, and mostly the last."""
+    return isinstance(row, list) and (1 in row or 0 in row) and any(type(value) is bool for value in row)
 
 
 def _usable(values: np.ndarray[Any, Any]) -> Vectors:
@@ -165,6 +171,11 @@ def _usable(values: np.ndarray[Any, Any]) -> Vectors:
     if not squares.all():
         raise BadAnswer("zero_vector")
     return vectors
+
+
+def _tokens(said: object) -> int:
+    """What the endpoint says it counted; 0 for what no request can have."""
+    return said if type(said) is int and 0 <= said <= MOST_TOKENS else 0
 
 
 def _rows(whole: Any) -> list[Any]:

@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = body.get("inputs", body.get("input"))
         headers = {name.lower(): value for name, value in self.headers.items()}
         texts = [given] if isinstance(given, str) else given
-        received = Received(self.path, texts, headers, body, time.monotonic())
+        received = Received(self.path.partition("?")[0], texts, headers, body, time.monotonic())
         state.in_flight += 1
         state.most_in_flight = max(state.most_in_flight, state.in_flight)
         try:

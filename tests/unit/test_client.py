@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import queue
 import re
 import socket
@@ -244,6 +245,16 @@ def test_blank_texts_are_never_sent(server, connect):
 def test_nothing_to_embed_needs_no_request(server, connect):
     assert embed(connect(), []) == ({}, {})
     assert server.requests == []
+
+
+@pytest.mark.ids("E15")
+def test_an_answer_may_be_packed_and_a_packed_one_that_is_cut_is_a_cut_one(server, connect):
+    packed = gzip.compress(orjson.dumps([vector_for("a", 8).tolist()]))
+    server.then((200, {"content-encoding": "gzip"}, packed[:-4]), (200, {"content-encoding": "gzip"}, packed))
+    vectors, _ = embed(connect(), ["a"])
+    np.testing.assert_allclose(vectors[0], vector_for("a", 8), rtol=1e-6)
+    assert server.sizes == [1, 1]
+    assert server.requests[0].headers["accept-encoding"] == "gzip"
 
 
 # --- attempts
@@ -929,6 +940,7 @@ def test_the_limit_is_read_from_what_servers_say(words, limit):
         (b'{"error": "x"}', "unknown_shape"),
         (b"[0.1, 0.2]", "not_numbers"),
         (b"[[true, false], [true, true]]", "not_numbers"),
+        (b"[[0.1, 0.2], [true, 0.3]]", "not_numbers"),
         (b'[["1", "2"], ["3", "4"]]', "not_numbers"),
         (b"[[[1], [2]], [[3], [4]]]", "not_numbers"),
         (b"[[0.1, 0.2], [1e-40, 0.0]]", "zero_vector"),
