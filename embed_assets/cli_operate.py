@@ -7,6 +7,7 @@ What changes rows says first what it would take, and does it with --yes. What do
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import asdict
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 
 from embed_assets import console
 from embed_assets.cli_shared import AsJson, KindName, opened_kind
+from embed_assets.resources.backfill import BUCKETS, bucket_of
 from embed_assets.resources.operator import LISTED, MOST_LISTED, DeadLetters, Operator
 from embed_assets.resources.retention import purge as forget
 from embed_assets.stop import Stop
@@ -78,7 +80,39 @@ def cancel(
 ) -> None:
     """Take back the pending entries of one reason; what is leased, waiting or dead stays."""
     with opened_kind(kind) as opened:
-        console.out.print(f"cancelled {Operator(opened.postgres, kind).cancel(reason)}")
+        # A backfill is more than its pending entries: its buckets must not turn green.
+        backfill = reason == "backfill"
+        rows = opened.backfill.cancel() if backfill else Operator(opened.postgres, kind).cancel(reason)
+    console.out.print(f"cancelled {rows}")
+
+
+@operate.command()
+def reembed(
+    kind: KindName,
+    buckets: Annotated[list[str] | None, typer.Option("--bucket", help="b00 to b63; may be given often.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also what is fresh: bought anew.")] = False,
+    reason: Annotated[str, typer.Option(help="Kept with the request.")] = "asked for on the command line",
+) -> None:
+    """Ask for rows to be embedded again, behind every change: the stale ones, or all. A drain does it."""
+    numbers = [bucket_of(name) for name in buckets] if buckets else list(range(BUCKETS))
+    with opened_kind(kind) as opened:
+        asked = opened.backfill.ask(
+            numbers, selection="all" if everything else "stale", reason=reason, run_id=f"cli-{uuid.uuid4()}"
+        )
+    console.out.print(f"asked for {sum(asked.values())} rows of {len(asked)} buckets")
+
+
+@operate.command()
+def estimate(
+    kind: KindName, stale: Annotated[bool, typer.Option("--stale", help="Only what is not up to date.")] = False
+) -> None:
+    """Rows, texts, tokens, hours and disk that embedding a kind takes, before a new model or a backfill."""
+    with opened_kind(kind) as opened:
+        found = opened.estimate("stale" if stale else "all")
+    hours = "unknown (nothing was embedded yet)" if found.hours is None else f"{found.hours:.2f}"
+    how = "measured" if found.measured else "from a sample"
+    size = f"texts {found.texts}, tokens {found.tokens}, MB {found.bytes / 1e6:.1f}"
+    console.out.print(f"rows {found.rows}, {size}, hours {hours} ({how})")
 
 
 @operate.command()

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dagster import Definitions, in_process_executor
 
 from embed_assets.corpus import TableCorpus
-from embed_assets.defs import jobs, models, schedules, sensors, similar
+from embed_assets.defs import backfill, jobs, models, schedules, sensors, similar
+from embed_assets.defs.assets.backfill import buckets_done, reembed_requests, reembedded
 from embed_assets.defs.assets.outbox import semantic_outbox
 from embed_assets.defs.assets.similar import similar as similar_lists
 from embed_assets.defs.assets.similar import similar_invalidations
@@ -20,6 +21,7 @@ from embed_assets.defs.assets.waves import chunk_embeddings, claimed_waves, sema
 from embed_assets.defs.maintenance import daily, maintenance
 from embed_assets.embedding import Embedder
 from embed_assets.resources.dagster import (
+    BackfillResource,
     ChunkStoreResource,
     EmbedderResource,
     OutboxResource,
@@ -29,6 +31,8 @@ from embed_assets.resources.dagster import (
 from embed_assets.resources.opened import OpenKinds
 from embed_assets.settings import Settings, load_settings
 
+BACKFILL = (reembed_requests, reembedded)
+OPERATING = (backfill.cancel_backfill(), backfill.estimate())
 CHAIN = (semantic_outbox, claimed_waves, chunk_embeddings, semantic_chunks, similar_invalidations)
 
 
@@ -46,12 +50,14 @@ def build_definitions(
     listed = {kind: jobs.similar(kind) for kind in kinds if opened.registry[kind].similar}
     care = maintenance(kinds)
     return Definitions(
-        assets=[*(make(kind) for kind in kinds for make in CHAIN), *map(similar_lists, listed)],
-        jobs=[*drains.values(), *advances.values(), *listed.values(), care],
+        assets=[*(make(kind) for kind in kinds for make in (*CHAIN, *BACKFILL)), *map(similar_lists, listed)],
+        asset_checks=[buckets_done(kind) for kind in kinds],
+        jobs=[*drains.values(), *advances.values(), *listed.values(), care, *OPERATING],
         sensors=[
             *(sensors.outbox(kind, job, opened) for kind, job in drains.items()),
             *(models.waiting(kind, job, opened) for kind, job in advances.items()),
             *(similar.waiting(kind, job, opened) for kind, job in listed.items()),
+            *(backfill.reembedded(kind, opened) for kind in kinds),
         ],
         schedules=[*(schedules.scan(kind, job, opened) for kind, job in drains.items()), daily(care)],
         resources=resources(opened),
@@ -68,4 +74,5 @@ def resources(opened: OpenKinds) -> dict[str, object]:
         "embedder": EmbedderResource(postgres=postgres),
         "chunk_store": ChunkStoreResource(postgres=postgres),
         "similar_store": SimilarStoreResource(postgres=postgres),
+        "backfill": BackfillResource(postgres=postgres),
     }

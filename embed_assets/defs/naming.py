@@ -24,6 +24,10 @@ def group(kind: str) -> str:
     return f"{kind}_embeddings"
 
 
+def backfill_group(kind: str) -> str:
+    return f"{kind}_backfill"
+
+
 def drain_job(kind: str) -> str:
     return f"{kind}_drain"
 

@@ -15,6 +15,7 @@ from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.migrate import migrate
 from embed_assets.pipeline import Limits
 from embed_assets.ports import Ports
+from embed_assets.resources.backfill import Backfill, Estimate
 from embed_assets.resources.chunk_store import ChunkStore
 from embed_assets.resources.declaration import BoundCorpus, bind
 from embed_assets.resources.embedder import Endpoint, make_embedder, resting
@@ -90,6 +91,15 @@ class Kind:
     def resting(self) -> Rest | None:
         """Why nothing can be embedded now; None as soon as one of the endpoints may be asked."""
         return resting([model.endpoint for model in self.models])
+
+    @property
+    def backfill(self) -> Backfill:
+        return Backfill(self.postgres, self.bound, self.outbox.models)
+
+    def estimate(self, selection: str) -> Estimate:
+        """What it takes to embed the rows of `selection` (`all` or `stale`) by the model of the settings."""
+        rate = self.outbox.rows_per_second()
+        return self.backfill.estimate(dimensions=self.embedder.dimensions, rows_per_second=rate, selection=selection)
 
     @property
     def limits(self) -> Limits:

@@ -15,6 +15,7 @@ from pydantic import PrivateAttr
 
 from embed_assets.errors import ConfigurationError
 from embed_assets.models import Backlog, Enqueued, Wave
+from embed_assets.resources.backfill import Estimate, Progress
 from embed_assets.resources.opened import OpenKinds
 from embed_assets.resources.retention import purge
 from embed_assets.resources.run import DrainRun, Report
@@ -154,3 +155,30 @@ class SimilarStoreResource(ConfigurableResource):  # type: ignore[type-arg]
             return store.refresh(seconds=run.kind.settings.run_seconds, stop=run.stop), store.waiting()
 
         return self.postgres.stage(kind, work)
+
+
+class BackfillResource(ConfigurableResource):  # type: ignore[type-arg]
+    """Backfills: rows asked for again by buckets, behind every change; followed, taken back, estimated."""
+
+    postgres: PostgresResource
+
+    def ask(
+        self, kind: str, buckets: Sequence[int], *, selection: str, reason: str
+    ) -> tuple[dict[int, int], int, float | None]:
+        """Rows asked for by bucket, rows that are ahead of them, and hours until all of that is done, if known."""
+
+        def work(run: DrainRun) -> tuple[dict[int, int], int, float | None]:
+            ahead, rate = run.kind.outbox.backlog().due, run.kind.outbox.rows_per_second()
+            asked = run.kind.backfill.ask(buckets, selection=selection, reason=reason, run_id=run.run_id, stop=run.stop)
+            return asked, ahead, (ahead + sum(asked.values())) / rate / 3600 if rate else None
+
+        return self.postgres.stage(kind, work)
+
+    def progress(self, kind: str) -> list[Progress]:
+        return self.postgres.stage(kind, lambda run: run.kind.backfill.progress())
+
+    def cancel(self, kind: str) -> int:
+        return self.postgres.stage(kind, lambda run: run.kind.backfill.cancel())
+
+    def estimate(self, kind: str, selection: str) -> Estimate:
+        return self.postgres.stage(kind, lambda run: run.kind.estimate(selection))

@@ -10,16 +10,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from psycopg import Cursor, sql
 
-from embed_assets.errors import ConfigurationError, CorruptRow, LeaseLost, RowRejected
+from embed_assets.errors import ConfigurationError, LeaseLost
 from embed_assets.models import Enqueued
 from embed_assets.queries import query
+from embed_assets.resources import ranges
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
+from embed_assets.resources.ranges import GuiltyRow, Range, Work, in_ranges
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
@@ -27,20 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FOLD_ROWS = 5_000
-RANGE_KEYS = 50_000
 GUARD_STAMPS = 1_000
-GuiltyRow = (RowRejected, CorruptRow)
 # In place of the source when one row's rank cannot be computed: the others must not wait for it.
 UNRANKED = sql.SQL("(SELECT NULL::float8 AS rank, NULL::text AS scope, NULL::bigint AS key WHERE FALSE)")
-
-
-@dataclass(frozen=True)
-class Range:
-    """Keys in (after, upto], about `size` of them; None is an open end."""
-
-    after: Any
-    upto: Any
-    size: int
 
 
 class Enqueuer:
@@ -174,7 +164,7 @@ class _Enqueue:
         """
         stamps = self._one("enqueue.stamps")["stamps"]
         left_over = stamps - kept
-        if stamps > RANGE_KEYS and left_over <= 0:
+        if stamps > ranges.RANGE_KEYS and left_over <= 0:
             return
         if not allow and stamps > GUARD_STAMPS and left_over > stamps / 2:
             self._warn(
@@ -216,44 +206,14 @@ class _Enqueue:
 
             self._in_ranges("enqueue.chunk_bound", None, enter, model_id=model_id)
 
-    def _in_ranges(
-        self,
-        bound: str,
-        after: Any,
-        work: Callable[[Range], None],
-        alone: Callable[[Range], None] = lambda part: None,
-        **values: Any,
-    ) -> None:
-        """Do `work` in ranges of about 50,000 keys; `alone` with a row that the database cannot read."""
-        while True:
-            upto = self._end_of(bound, Range(after, None, RANGE_KEYS), **values)
-            self._isolating(bound, Range(after, upto, RANGE_KEYS), work, alone, **values)
-            if upto is None:
-                return
-            after = upto
-
-    def _isolating(
-        self, bound: str, part: Range, work: Callable[[Range], None], alone: Callable[[Range], None], **values: Any
-    ) -> None:
-        try:
-            work(part)
-        except GuiltyRow as error:
-            if part.size <= 1:
-                self._warn(f"a row cannot be read: {error}")
-                return alone(part)
-            half = part.size // 2
-            middle = self._end_of(bound, replace(part, size=half), **values)
-            halves = [replace(part, size=half)]
-            if middle is not None:
-                halves = [Range(part.after, middle, half), Range(middle, part.upto, part.size - half)]
-            for one in halves:
-                self._isolating(bound, one, work, alone, **values)
+    def _in_ranges(self, bound: str, after: Any, work: Work, alone: Work = lambda part: None, **values: Any) -> None:
+        in_ranges(lambda part: self._end_of(bound, part, **values), work, alone, after=after, warn=self._warn)
 
     def _end_of(self, bound: str, part: Range, **values: Any) -> Any:
         """The last key of the first `size` ones of a range; None where there are fewer."""
         self._stop.check()
         statement = query(bound, **self._bound.fragments())
-        values = self._values(after=part.after, upto=part.upto, size=part.size, **values)
+        values = self._values(part, size=part.size, **values)
         row = self._step(lambda cursor: cursor.execute(statement, values).fetchone())
         return row["bound"] if row else None
 
@@ -284,7 +244,7 @@ class _Enqueue:
         self.report.warnings.append(text)
 
     def _values(self, part: Range | None = None, **more: Any) -> dict[str, Any]:
-        ends = {"after": part.after, "upto": part.upto} if part else {}
+        ends = part.ends if part else {}
         models = {"models": list(self.models), "lanes": list(self.models.values())}
         return {"kind": self._bound.kind, **models, **ends, **more}
 

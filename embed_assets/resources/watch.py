@@ -18,6 +18,7 @@ from embed_assets.errors import CorruptRow, DatabaseTrouble, RowRejected
 from embed_assets.models import Backlog
 from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
+from embed_assets.resources.backfill import Backfill, Progress
 from embed_assets.resources.embedder import Endpoint, resting
 from embed_assets.resources.model_life import ModelLife
 from embed_assets.resources.outbox import Outbox
@@ -122,6 +123,10 @@ class Watch:
                 return any(notice.payload in ("", self.kind) for notice in notices)
 
             yield wait
+
+    def backfill(self) -> list[Progress]:
+        """The newest request of each bucket."""
+        return Backfill(self._postgres, self._bound, self._models).progress()
 
     def models_wait(self) -> bool:
         """Whether a model could be indexed or switched to."""

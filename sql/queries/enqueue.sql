@@ -49,7 +49,7 @@ WITH taken AS (
         LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
     ))
-    RETURNING source_id AS given, reason, forced, lane, scope
+    RETURNING source_id AS given, reason, forced, lane, scope, request
 ),
 
 merged AS (
@@ -58,7 +58,8 @@ merged AS (
         (array_agg(t.reason ORDER BY t.lane, t.reason))[1] AS reason,
         bool_or(t.forced) AS forced,
         min(t.lane) AS lane,
-        max(t.scope) AS scope
+        max(t.scope) AS scope,
+        max(t.request) AS request
     FROM (SELECT {canonical} AS source_id, taken.* FROM taken) AS t
     WHERE t.source_id IS NOT NULL
     GROUP BY t.source_id
@@ -66,10 +67,10 @@ merged AS (
 
 upserted AS (
     INSERT INTO embed_assets.semantic_outbox AS o
-    (kind, source_id, model_id, scope, reason, lane, rank, forced)
+    (kind, source_id, model_id, scope, reason, lane, rank, forced, request)
     SELECT
         %(kind)s, e.source_id, m.model_id, coalesce(source.scope, e.scope), e.reason, e.lane,
-        coalesce(source.rank, 'Infinity'), e.forced
+        coalesce(source.rank, 'Infinity'), e.forced, e.request
     FROM merged AS e
     CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
     LEFT JOIN {source} AS source ON source.key = {e_key}
@@ -81,6 +82,7 @@ upserted AS (
     scope = coalesce(excluded.scope, o.scope),
     rank = excluded.rank,
     reason = excluded.reason,
+    request = coalesce(excluded.request, o.request),
     attempts = 0,
     crashes = 0,
     timeouts = 0,

@@ -24,7 +24,7 @@ from postgres.support import Db, drain
 from embed_assets import pipeline
 from embed_assets.errors import LeaseLost
 from embed_assets.models import Wave
-from embed_assets.resources import enqueuer
+from embed_assets.resources import ranges
 from embed_assets.resources.assembly import Kind
 from embed_assets.resources.operator import Operator
 from embed_assets.stop import Stop
@@ -105,7 +105,7 @@ def at_work(
     jobs_table: None, make_kind: KindMaker, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Producer], list[Future[None]], Tally]:
     """Two producers, two scanners and three drains, after `SECONDS` of work side by side."""
-    monkeypatch.setattr(enqueuer, "RANGE_KEYS", 40)  # many ranges, hence many commits, in each scan
+    monkeypatch.setattr(ranges, "RANGE_KEYS", 40)  # many ranges, hence many commits, in each scan
     kinds = [make_kind() for _ in range(5)]
     drainers = [Drainer(kind, number) for number, kind in enumerate(kinds[:3])]
     end, tally = threading.Event(), Counter[str]()

@@ -17,11 +17,12 @@ def test_a_project_shows_five_tables_a_job_a_sensor_and_a_schedule_for_a_kind(pr
     Definitions.validate_loadable(defs)
     graph = defs.resolve_asset_graph()
     keys = [AssetKey(["posts", stage]) for stage in CHAIN]
-    assert set(graph.get_all_asset_keys()) == set(keys)
+    beside = {AssetKey(["posts", name]) for name in ("reembed_requests", "reembedded")}
+    assert set(graph.get_all_asset_keys()) == {*keys, *beside}
     for before, after in pairwise(keys):
         assert graph.get(after).parent_keys == {before}
     assert all(graph.get(key).description and graph.get(key).group_name for key in keys)
-    assert [sensor.name for sensor in defs.sensors or []] == ["posts_outbox", "posts_models"]
+    assert [sensor.name for sensor in defs.sensors or []] == ["posts_outbox", "posts_models", "posts_reembedded"]
 
 
 def test_no_secret_stands_in_what_the_ui_shows_of_the_resources(project: Project) -> None:

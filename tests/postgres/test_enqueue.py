@@ -606,7 +606,7 @@ def test_row_that_became_unindexable_before_it_was_embedded_settles(kind: Kind, 
 @pytest.fixture
 def fragile(jobs_table: None, make_kind: KindMaker, monkeypatch: pytest.MonkeyPatch) -> Kind:
     """A declaration whose revision, order and condition divide by what the row's company_slug says."""
-    monkeypatch.setattr("embed_assets.resources.enqueuer.RANGE_KEYS", 16)
+    monkeypatch.setattr("embed_assets.resources.ranges.RANGE_KEYS", 16)
     per_row = "100 / coalesce(company_slug, '1')::integer"
     return make_kind(
         TableCorpus(

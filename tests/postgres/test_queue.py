@@ -60,7 +60,7 @@ from embed_assets.errors import (
 from embed_assets.fake_server import FakeServer
 from embed_assets.models import Backlog, Failure, Wave
 from embed_assets.queries import query
-from embed_assets.resources import enqueuer as enqueuer_module
+from embed_assets.resources import ranges
 from embed_assets.resources.assembly import Kind
 from embed_assets.resources.embedder import make_embedder
 from embed_assets.resources.operator import Operator
@@ -431,7 +431,7 @@ def test_dead_letters_whose_park_is_over_come_back_in_parts_of_whatever_size(
         "last_failed_at = clock_timestamp() - interval '1 hour' * (id % 2)"
     )
     over = entries(db, where="id % 2 = 1")
-    monkeypatch.setattr(enqueuer_module, "RANGE_KEYS", 2)
+    monkeypatch.setattr(ranges, "RANGE_KEYS", 2)
     db.execute("UPDATE embed_assets.corpus_scans SET last_reconcile_at = NULL")
     assert kind.enqueuer.enqueue().revived == len(over)
     assert entries(db, where="status = 'pending'") == over

@@ -1,0 +1,125 @@
+"""What follows a backfill: the sensor that reports done buckets, and the jobs that estimate and cancel one.
+
+What does not belong here: the assets that people launch (`assets/backfill.py`).
+"""
+
+import json
+
+from dagster import (
+    AssetMaterialization,
+    Config,
+    DefaultSensorStatus,
+    JobDefinition,
+    Nothing,
+    OpExecutionContext,
+    Out,
+    SensorDefinition,
+    SensorEvaluationContext,
+    SensorResult,
+    SkipReason,
+    in_process_executor,
+    job,
+    op,
+    sensor,
+)
+from pydantic import Field
+
+from embed_assets.defs.assets.backfill import Only
+from embed_assets.defs.naming import key
+from embed_assets.defs.sensors import redacted
+from embed_assets.resources.backfill import Progress, bucket_key
+from embed_assets.resources.dagster import BackfillResource
+from embed_assets.resources.opened import OpenKinds
+
+
+def reembedded(kind: str, opened: OpenKinds) -> SensorDefinition:
+    """The cursor names the request that was last reported for each bucket, so that each is reported once."""
+
+    @sensor(
+        name=f"{kind}_reembedded",
+        minimum_interval_seconds=30,
+        default_status=DefaultSensorStatus.RUNNING,
+        description=f"Reports a bucket of {kind}/reembedded once every row that was asked for is done.",
+    )
+    def look(context: SensorEvaluationContext) -> SensorResult | SkipReason:
+        try:
+            asked = opened.watch(kind).backfill()
+        except Exception as error:
+            opened.forget(kind)
+            return SkipReason(f"{kind} could not be looked at: {redacted(error, opened.settings)}")
+        reported = json.loads(context.cursor or "{}")
+        done = [one for one in asked if one.done and reported.get(bucket_key(one.bucket)) != one.request]
+        if not done:
+            return SkipReason(_numbers(asked))
+        reported |= {bucket_key(one.bucket): one.request for one in done}
+        return SensorResult(asset_events=[_event(kind, one) for one in done], cursor=json.dumps(reported))
+
+    return look
+
+
+def _event(kind: str, one: Progress) -> AssetMaterialization:
+    return AssetMaterialization(
+        key(kind, "reembedded"),
+        partition=bucket_key(one.bucket),
+        metadata={"rows": one.rows, "only": one.selection, "reason": one.reason, "asked_by_run": one.run_id},
+    )
+
+
+def _numbers(asked: list[Progress]) -> str:
+    open_ = [one for one in asked if not one.done and not one.cancelled_at]
+    rows, dead = sum(one.open for one in open_), sum(one.dead for one in open_)
+    return f"No bucket became done: {len(open_)} under way, {rows} rows open, {dead} dead"
+
+
+class CancelConfig(Config):
+    """Which backfills to take back."""
+
+    kind: str
+    dry_run: bool = Field(True, description="Only say what would be taken back.")
+
+
+class EstimateConfig(Config):
+    """What to estimate."""
+
+    kind: str
+    only: Only = Field(Only.ALL, description="all: as before a new model; stale: what a drain would do now.")
+
+
+def cancel_backfill() -> JobDefinition:
+    @op(out=Out(Nothing), description="Take back what backfills asked for and is not under way.")
+    def cancel(context: OpExecutionContext, backfill: BackfillResource, config: CancelConfig) -> None:
+        under_way = [one for one in backfill.progress(config.kind) if one.open and not one.cancelled_at]
+        rows = sum(one.open for one in under_way)
+        if config.dry_run:
+            context.log.info("would be cancelled: %s rows of %s buckets", rows, len(under_way))
+        else:
+            context.log.info("%s rows left the queue", backfill.cancel(config.kind))
+        context.add_output_metadata({"rows_open": rows, "buckets": len(under_way), "dry_run": config.dry_run})
+
+    @job(name="cancel_backfill", executor_def=in_process_executor, description="Take back a backfill. Dry run first.")
+    def cancelling() -> None:
+        cancel()
+
+    return cancelling
+
+
+def estimate() -> JobDefinition:
+    @op(out=Out(Nothing), description="What it takes to embed the rows of a kind: texts, tokens, hours, disk.")
+    def measure(context: OpExecutionContext, backfill: BackfillResource, config: EstimateConfig) -> None:
+        found = backfill.estimate(config.kind, config.only.value)
+        numbers = {
+            "rows": found.rows,
+            "texts": found.texts,
+            "tokens": found.tokens,
+            "megabytes": round(found.bytes / 1e6, 1),
+            "measured": found.measured,
+        }
+        numbers |= {"hours": round(found.hours, 2)} if found.hours is not None else {}
+        context.log.info("%s", ", ".join(f"{name} {value}" for name, value in numbers.items()))
+        context.add_output_metadata(numbers)
+
+    @job(name="estimate", executor_def=in_process_executor, description="Texts, tokens, hours and disk of embedding.")
+    def estimating() -> None:
+        measure()
+
+    return estimating
