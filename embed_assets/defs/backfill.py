@@ -25,7 +25,7 @@ from dagster import (
 from pydantic import Field
 
 from embed_assets.defs.assets.backfill import Only
-from embed_assets.defs.naming import key
+from embed_assets.defs.naming import OPERATOR_TAG, key
 from embed_assets.defs.sensors import redacted
 from embed_assets.resources.backfill import Progress, bucket_key
 from embed_assets.resources.dagster import BackfillResource
@@ -96,7 +96,12 @@ def cancel_backfill() -> JobDefinition:
             context.log.info("%s rows left the queue", backfill.cancel(config.kind))
         context.add_output_metadata({"rows_open": rows, "buckets": len(under_way), "dry_run": config.dry_run})
 
-    @job(name="cancel_backfill", executor_def=in_process_executor, description="Take back a backfill. Dry run first.")
+    @job(
+        name="cancel_backfill",
+        executor_def=in_process_executor,
+        tags={OPERATOR_TAG: "cancel_backfill"},
+        description="Take back a backfill. Dry run first.",
+    )
     def cancelling() -> None:
         cancel()
 
@@ -118,7 +123,12 @@ def estimate() -> JobDefinition:
         context.log.info("%s", ", ".join(f"{name} {value}" for name, value in numbers.items()))
         context.add_output_metadata(numbers)
 
-    @job(name="estimate", executor_def=in_process_executor, description="Texts, tokens, hours and disk of embedding.")
+    @job(
+        name="estimate",
+        executor_def=in_process_executor,
+        tags={OPERATOR_TAG: "estimate"},
+        description="Texts, tokens, hours and disk of embedding.",
+    )
     def estimating() -> None:
         measure()
 

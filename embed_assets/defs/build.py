@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dagster import Definitions, in_process_executor
 
 from embed_assets.corpus import TableCorpus
-from embed_assets.defs import backfill, jobs, models, schedules, sensors, similar
+from embed_assets.defs import backfill, jobs, models, operator_jobs, prune, schedules, sensors, similar
 from embed_assets.defs.assets.backfill import buckets_done, reembed_requests, reembedded
 from embed_assets.defs.assets.outbox import semantic_outbox
 from embed_assets.defs.assets.similar import similar as similar_lists
@@ -24,6 +24,7 @@ from embed_assets.resources.dagster import (
     BackfillResource,
     ChunkStoreResource,
     EmbedderResource,
+    OperatorResource,
     OutboxResource,
     PostgresResource,
     SimilarStoreResource,
@@ -49,10 +50,12 @@ def build_definitions(
     advances = {kind: models.advance(kind) for kind in kinds}
     listed = {kind: jobs.similar(kind) for kind in kinds if opened.registry[kind].similar}
     care = maintenance(kinds)
+    operators = operator_jobs.operator_jobs(kinds)
+    pruning = prune.prune_runs(kinds, [job.name for job in (*operators, *OPERATING, care)])
     return Definitions(
         assets=[*(make(kind) for kind in kinds for make in (*CHAIN, *BACKFILL)), *map(similar_lists, listed)],
         asset_checks=[buckets_done(kind) for kind in kinds],
-        jobs=[*drains.values(), *advances.values(), *listed.values(), care, *OPERATING],
+        jobs=[*drains.values(), *advances.values(), *listed.values(), care, *OPERATING, *operators, pruning],
         sensors=[
             *(sensors.outbox(kind, job, opened) for kind, job in drains.items()),
             *(models.waiting(kind, job, opened) for kind, job in advances.items()),
@@ -73,6 +76,7 @@ def resources(opened: OpenKinds) -> dict[str, object]:
         "outbox": OutboxResource(postgres=postgres),
         "embedder": EmbedderResource(postgres=postgres),
         "chunk_store": ChunkStoreResource(postgres=postgres),
+        "operator": OperatorResource(opened=opened),
         "similar_store": SimilarStoreResource(postgres=postgres),
         "backfill": BackfillResource(postgres=postgres),
     }

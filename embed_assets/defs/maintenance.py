@@ -16,6 +16,7 @@ from dagster import (
     op,
 )
 
+from embed_assets.defs.naming import OPERATOR_TAG
 from embed_assets.resources.dagster import OutboxResource, PostgresResource
 
 NAME = "maintenance"
@@ -51,7 +52,12 @@ def maintenance(kinds: list[str]) -> JobDefinition:
         if failed:
             raise failed[0]
 
-    @job(name=NAME, executor_def=in_process_executor, description="Forget what is old, and reconcile every kind.")
+    @job(
+        name=NAME,
+        executor_def=in_process_executor,
+        tags={OPERATOR_TAG: NAME},
+        description="Forget what is old, and reconcile every kind.",
+    )
     def care() -> None:
         reconcile(purged=purge())
 

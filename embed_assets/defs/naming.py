@@ -11,6 +11,7 @@ from dagster import AssetExecutionContext, AssetKey, DagsterRun
 
 KIND_TAG = "embed_assets/kind"
 ASKED_TAG = "embed_assets/asked_by"
+OPERATOR_TAG = "embed_assets/operator"
 SCAN_TAG = "embed_assets/scan"
 STAGES = ("semantic_outbox", "claimed_waves", "chunk_embeddings", "semantic_chunks", "similar_invalidations")
 LONGEST_LINEAGE = 50

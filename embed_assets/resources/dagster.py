@@ -1,5 +1,5 @@
-"""The resources as Dagster shows them: `postgres`, `outbox`, `embedder`, `chunk_store`, `similar_store`. Thin: each
-hands a stage of the run to the plain class that does it.
+"""The resources as Dagster shows them: `postgres`, `outbox`, `embedder`, `chunk_store`, `similar_store`, `operator`.
+Thin: each hands a stage of the run to the plain class that does it.
 
 No URL and no key stands in their config, so none is ever shown: they come from the settings (`settings.py`).
 What does not belong here: anything that would also be needed without Dagster (`run.py`, `outbox.py`, …).
@@ -16,11 +16,14 @@ from pydantic import PrivateAttr
 from embed_assets.errors import ConfigurationError
 from embed_assets.models import Backlog, Enqueued, Wave
 from embed_assets.resources.backfill import Estimate, Progress
+from embed_assets.resources.model_life import NotReady
 from embed_assets.resources.opened import OpenKinds
+from embed_assets.resources.operating import Operating, operating
 from embed_assets.resources.retention import purge
 from embed_assets.resources.run import DrainRun, Report
 from embed_assets.resources.similar_store import Refreshed, SimilarStore, Waiting
 from embed_assets.resources.waiting import interruptible
+from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +185,17 @@ class BackfillResource(ConfigurableResource):  # type: ignore[type-arg]
 
     def estimate(self, kind: str, selection: str) -> Estimate:
         return self.postgres.stage(kind, lambda run: run.kind.estimate(selection))
+
+
+class OperatorResource(ConfigurableResource):  # type: ignore[type-arg]
+    """What operators and checks do to a kind. Needs no embedder, so it works while the endpoint does not."""
+
+    opened: ResourceDependency[OpenKinds]
+
+    def act(self, kind: str, work: Callable[[Operating], T]) -> T:
+        """Do it in a thread, deaf to nothing. Raises Failure with an operator's message where he must decide."""
+        try:
+            with operating(self.opened.settings, self.opened.registry, kind) as found:
+                return interruptible(lambda: work(found), Stop(), found.postgres.cancel)
+        except (ConfigurationError, NotReady) as error:
+            raise Failure(str(error), allow_retries=False) from None

@@ -104,6 +104,11 @@ class Outbox:
                     return _waves(rows)[0]
         return None
 
+    def recover(self) -> None:
+        """Take back what expired waves hold, as the next claim would."""
+        values = {"kind": self.kind, "max_crashes": MAX_CRASHES, "scope": None}
+        self._postgres.retrying(lambda cursor: self._recover(cursor, values))
+
     def _recover(self, cursor: Cursor[Row], values: dict[str, Any]) -> None:
         """Reap, then heal: waves before entries, as the lock order wants."""
         scope = values["scope"]
