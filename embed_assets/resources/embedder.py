@@ -65,7 +65,9 @@ class Endpoint:
         if trouble.code == RESTS:
             return trouble.retry_after or 0.0
         if seconds is None:
-            seconds = max(trouble.retry_after or 0, REST_SECONDS[trouble.error_class])
+            least = REST_SECONDS[trouble.error_class]
+            starts = trouble.error_class is ErrorClass.WARMING  # who starts knows best how long that takes
+            seconds = (trouble.retry_after or least) if starts else max(trouble.retry_after or 0, least)
         seconds = min(seconds, LONGEST_REST)
         self._postgres.execute(
             "endpoint.rest",

@@ -221,7 +221,6 @@ CREATE TABLE embed_assets.embedding_endpoints (
     state text NOT NULL DEFAULT 'ok' CHECK (state IN ('ok', 'cooling', 'warming', 'refused')),
     until timestamptz,
     reason text,
-    reported_model text,
     warming_since timestamptz,
     -- Most texts of a wave failed alike: by which code, and when that was last laid at the endpoint's door.
     tripped_by text,

@@ -218,6 +218,7 @@ def test_an_unknown_kind_names_those_that_exist(cli):
     assert "Declared are: jobs" in explained(cli("drain", "tickets"))
 
 
+@pytest.mark.ids("C-63")
 def test_no_postgres_says_where_it_was_sought_and_what_to_do(cli):
     text = explained(cli("drain", "jobs", DATABASE_URL="postgresql://nobody@127.0.0.1:1/none"))
     assert "cannot be reached" in text
@@ -270,6 +271,24 @@ def test_an_endpoint_that_is_down_loses_nothing(cli, db, tmp_path):
     assert "embedding endpoint" in drained.stderr
     entries = db.execute("SELECT status, attempts FROM embed_assets.semantic_outbox").fetchall()
     assert entries == [("pending", 0)]
+
+
+def test_a_drain_waits_for_an_endpoint_that_was_scaled_to_zero(cli, db, tmp_path):
+    cli("load", "jobs", str(write_lines(tmp_path / "jobs.jsonl", posting(1))))
+    starting = (503, {"retry-after": "1"}, {"error": "the model is loading"})
+    with FakeServer(script=[starting, starting]) as server:
+        drained = cli(
+            "drain",
+            "jobs",
+            EMBED_PROTOCOL="tei",
+            EMBED_URL=server.url,
+            EMBED_MODEL="m",
+            EMBED_DIMENSIONS="8",
+        )
+        assert server.sizes == [1, 1, 1]
+    assert drained.returncode == 0, drained.stderr
+    assert "the endpoint rests for 1 s" in drained.stderr
+    assert "indexed=1" in drained.stdout
 
 
 def test_an_unwritable_home_is_explained(cli, tmp_path):
