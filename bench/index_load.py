@@ -13,7 +13,7 @@ from psycopg import sql
 from bench.bench import fresh_kind, timed
 from embed_assets import server
 from embed_assets.resources.assembly import Kind
-from embed_assets.resources.model_life import make_model
+from embed_assets.resources.target import make_model
 from embed_assets.resources.vector_index import VectorIndex
 from embed_assets.settings import load_settings
 

@@ -21,10 +21,11 @@ from embed_assets.resources.declaration import BoundCorpus, bind
 from embed_assets.resources.embedder import Endpoint, make_embedder, resting
 from embed_assets.resources.enqueuer import Enqueuer
 from embed_assets.resources.lease import LeaseKeeper
-from embed_assets.resources.model_life import ModelLife, RetiredModel, make_model
+from embed_assets.resources.model_life import ModelLife
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import Postgres
 from embed_assets.resources.tables import make_tables
+from embed_assets.resources.target import RetiredModel, make_model
 from embed_assets.settings import Settings
 
 logger = logging.getLogger(__name__)

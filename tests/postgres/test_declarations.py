@@ -18,9 +18,9 @@ from embed_assets.corpus import Html, Plain, TableCorpus
 from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.resources.assembly import Kind, open_kind
 from embed_assets.resources.declaration import bind
-from embed_assets.resources.model_life import make_model
 from embed_assets.resources.postgres import Postgres
 from embed_assets.resources.tables import make_tables
+from embed_assets.resources.target import make_model
 from embed_assets.search import search
 from embed_assets.settings import Settings
 

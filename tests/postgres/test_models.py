@@ -19,7 +19,8 @@ from embed_assets.errors import Cancelled, ConfigurationError, InputRejected
 from embed_assets.fake_server import FakeServer
 from embed_assets.resources import vector_index
 from embed_assets.resources.assembly import Kind, open_kind, query_embedders
-from embed_assets.resources.model_life import NotReady, RetiredModel
+from embed_assets.resources.model_life import NotReady
+from embed_assets.resources.target import RetiredModel
 from embed_assets.resources.vector_index import VectorIndex
 from embed_assets.search import search
 from embed_assets.settings import Settings

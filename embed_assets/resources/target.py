@@ -1,0 +1,65 @@
+"""Who may become the target: the model of the settings, its partition made and attached, unless it was retired.
+
+What does not belong here: what becomes of a target (`model_life`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psycopg import Cursor
+
+from embed_assets.errors import ConfigurationError
+from embed_assets.queries import query
+from embed_assets.resources.declaration import BoundCorpus
+from embed_assets.resources.postgres import Postgres, Row
+from embed_assets.resources.tables import maintainer, make_partition
+
+
+class RetiredModel(ConfigurationError):
+    """The model of the settings was retired: no process brings it back by starting."""
+
+
+@maintainer
+def make_model(postgres: Postgres, bound: BoundCorpus, identity: str, dimensions: int) -> int:
+    """The id of an embedder identity, its partition made and attached. It becomes the target, unless it is active.
+
+    A process that still runs with the active model does not give up the one that is being built. Raises
+    ConfigurationError when the identity is known with another width, or was retired.
+    """
+    model_id = _model_id(postgres, identity, dimensions)
+    ids = {"kind": bound.kind, "model_id": model_id}
+    standing = postgres.one("models.standing", ids)
+    assert standing is not None
+    if standing["retired_at"]:
+        raise RetiredModel(
+            f"The model {identity} of '{bound.kind}' was retired on {standing['retired_at']:%Y-%m-%d %H:%M} UTC. Set "
+            f"EMBED_MODEL to the active one, or allow it again: embed-assets admit {bound.kind} '{identity}'"
+        )
+    make_partition(postgres, bound, model_id, dimensions)
+    postgres.execute("models.add_corpus_model", ids)
+    if not (standing["active"] or standing["target"]):
+        postgres.retrying(lambda cursor: make_target(cursor, ids))
+    return model_id
+
+
+def _model_id(postgres: Postgres, identity: str, dimensions: int) -> int:
+    row = postgres.one("corpus.model_of", {"identity": identity})
+    if row is None:
+        postgres.execute("corpus.add_model", {"identity": identity, "dimensions": dimensions})
+        row = postgres.one("corpus.model_of", {"identity": identity})
+    assert row is not None
+    if row["dimensions"] != dimensions:
+        raise ConfigurationError(
+            f"The model {identity} was {row['dimensions']} wide and now answers with {dimensions} dimensions. Set "
+            "EMBED_MODEL to the name of the new model, or EMBED_URL back to the old one."
+        )
+    return int(row["id"])
+
+
+def make_target(cursor: Cursor[Row], ids: dict[str, Any]) -> None:
+    """The former target, if search never read it, is retired, and its entries leave."""
+    cursor.execute(query("models.lock_kind"), ids)
+    cursor.execute(query("models.set_target"), ids)
+    for row in cursor.execute(query("models.retire_unfinished"), ids).fetchall():
+        cursor.execute(query("models.supersede"), ids | row)
