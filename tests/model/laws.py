@@ -6,7 +6,7 @@ An assertion that fails here names the law that the queue broke.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model.world import PREFIX, SLOTS, Snapshot, body_of
@@ -164,6 +164,13 @@ def nothing_written(before: Snapshot, after: Snapshot) -> None:
     assert before.stamps == after.stamps, "a fenced-out worker stamped"
     assert before.chunks == after.chunks, "a fenced-out worker wrote chunks"
     assert before.waves == after.waves, "a fenced-out worker changed a wave"
+
+
+def bought(before: Snapshot, after: Snapshot, wave_id: int, counted: int) -> None:
+    """Buying changes nothing but how many texts the wave says it has bought."""
+    wave = before.waves[wave_id]
+    waves = {**before.waves, wave_id: wave._replace(texts=wave.texts + counted)}
+    nothing_written(replace(before, waves=waves), after)
 
 
 def uncharged(old: Any, entry: Any, *, but: dict[str, int] | None = None) -> None:

@@ -189,10 +189,11 @@ class QueueMachine(Workers):
     @precondition(lambda self: self.open)
     @rule(recent=RECENT)
     def buy(self, recent: int) -> None:
-        """Whoever bought keeps it: the ledger is nobody's."""
+        """Whoever bought keeps it: the ledger is nobody's. The wave counts it while its lease lasts."""
         handle = self._handle(recent)
         kind, hashes = self._kind(handle), list(handle.missing)
-        with self.step(laws.nothing_written):
+        counted = len(hashes) if self._fences(handle.wave) else 0
+        with self.step(lambda before, after: laws.bought(before, after, handle.wave.wave_id, counted)):
             for result in kind.embedder.embed(list(handle.missing.values()), stop=Stop()):
                 mine = [hashes[position] for position in result.positions]
                 kind.chunks.keep(handle.wave, mine, result.vectors, tokens=result.tokens)

@@ -112,7 +112,7 @@ MUTANTS = [
     _mutant(
         "finished entries are not logged",
         "chunks.settle",
-        ("FROM done AS d\n    ORDER BY d.source_id", "FROM done AS d WHERE FALSE"),
+        ("ON d.action = 'embed'\n    ORDER BY d.source_id", "ON d.action = 'embed' WHERE FALSE"),
     ),
     _mutant("any token is told that its wave is written", "outbox.wave_counts", NO_TOKEN),
     # Fail and release
