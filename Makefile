@@ -54,8 +54,8 @@ model: .venv/ready
 plans: .venv/ready
 	PLAN_CHUNKS=$(or $(PLAN_CHUNKS),200000) $(BIN)/pytest tests/postgres/test_search_plans.py -q
 
-.PHONY: bench bench-text bench-drain bench-retrieval bench-index
-bench: .venv/ready bench-text bench-drain bench-index
+.PHONY: bench bench-text bench-drain bench-retrieval bench-index bench-similar
+bench: .venv/ready bench-text bench-drain bench-index bench-similar
 	$(BIN)/python bench/bench.py
 
 # Rows a second that cleaning and cutting take; FILE=rows.jsonl COLUMN=body KIND=Markdown for rows of your own.
@@ -69,6 +69,10 @@ bench-index: .venv/ready
 # 4,000 postings through one process, beside a bare loop to the same instant server and a bare COPY.
 bench-drain: .venv/ready
 	$(BIN)/python -m bench.drain
+
+# Recall of similar items through the index over 50,000 chunks, and what a wave's invalidation costs at 100,000 rows.
+bench-similar: .venv/ready
+	PYTHONPATH=.:tests $(BIN)/python -m bench.similar $(if $(CHUNKS),--chunks $(CHUNKS)) $(if $(ROWS),--rows $(ROWS))
 
 # Recall by chunks and by whole texts, on questions in FOLDER (BEIR's form) or in ../shared/data/retrieval/germanquad.
 bench-retrieval: .venv/ready

@@ -129,7 +129,7 @@ class SimilarStore:
             if not taken:
                 break
         if everything:
-            self._execute("mark_all", model, {})
+            self._execute("mark_all", model, self._values())
         self._execute("adopt", model, self._values(limit=MOST_STALE))
 
     def _fold_batch(self, cursor: Cursor[Row], model: Row) -> tuple[int, int, int]:
@@ -139,6 +139,7 @@ class SimilarStore:
         marked = cursor.execute(self._sql("mark", model), values).rowcount
         cursor.execute(self._sql("forget", model), values)
         expanded = cursor.execute(self._sql("expand", model), values).rowcount
+        cursor.execute(self._sql("null_computed", model), values)
         return feed["taken"], marked, expanded
 
     def _compute_stale(self, model: Row, done: Refreshed, stop: Stop, until: float) -> None:
@@ -155,7 +156,7 @@ class SimilarStore:
             after = ids[-1]
 
     def _stale(self, model: Row, after: str) -> list[str]:
-        values = {"after": after, "limit": COMPUTE_BATCH}
+        values = self._values(after=after, limit=COMPUTE_BATCH)
         rows = self._postgres.retrying(lambda c: c.execute(self._sql("stale", model), values).fetchall())
         return [row["source_id"] for row in rows]
 
@@ -165,7 +166,7 @@ class SimilarStore:
         values = self._values(ids=list(ids), depth=max(1, self._k) * DEPTH)
 
         def work(cursor: Cursor[Row]) -> list[Row]:
-            cursor.execute(query("search.settings"))
+            cursor.execute(query("similar.settings"))
             return cursor.execute(self._sql("compute", model), values).fetchall()
 
         return [Neighbours(**row) for row in self._postgres.retrying(work)]
@@ -186,6 +187,7 @@ class SimilarStore:
         offered = dict(zip(("sources", "owners", "distances"), map(list, columns), strict=True))
         cursor.execute(self._sql("offer", model), {"k": self._k, **offered})
         cursor.execute(self._sql("forget", model), self._values(ids=list(ids)))
+        cursor.execute(self._sql("unmark", model), self._values(ids=[row.source_id for row in written]))
         return len(written)
 
     def _row(self, row: Neighbours) -> dict[str, Any]:
@@ -247,4 +249,5 @@ def forget_model(cursor: Cursor[Row], bound: BoundCorpus, model_id: int) -> int:
     """Drop what was computed with a model that is dropped; returns how many rows."""
     if bound.corpus.similar is None:
         return 0
-    return cursor.execute(query("similar.forget_model", similar=bound.similar), {"model_id": model_id}).rowcount
+    values = {"kind": bound.kind, "model_id": model_id}
+    return cursor.execute(query("similar.forget_model", similar=bound.similar), values).rowcount

@@ -33,8 +33,8 @@ def make_tables(postgres: Postgres, bound: BoundCorpus) -> None:
         key_type = sql.SQL("{}{}").format(sql.SQL(KEY_TYPES[bound.key_type]), bound.collation)
         cursor.execute(query("chunks.create_chunk_table", key_type=key_type, chunks=bound.chunks, key=bound.key))
         if bound.corpus.similar:
-            names = {name: sql.Identifier(f"similar_{bound.kind}_{name}") for name in ("stale", "listed")}
-            cursor.execute(query("similar.create_table", similar=bound.similar, **names))
+            listed = sql.Identifier(f"similar_{bound.kind}_listed")
+            cursor.execute(query("similar.create_table", similar=bound.similar, listed=listed))
         make_functions(cursor, bound)
         make_triggers(cursor, bound, bound.chunks)
 

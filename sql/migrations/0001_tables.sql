@@ -205,6 +205,15 @@ CREATE TABLE embed_assets.similar_invalidations (
 );
 CREATE INDEX similar_invalidations_by_kind ON embed_assets.similar_invalidations (kind, id);
 
+-- Rows whose neighbours are to be computed (again). A table apart from the lists: a mark in a list would be written to
+-- the index of all its neighbours.
+CREATE TABLE embed_assets.similar_stale (
+    kind text COLLATE "C" NOT NULL,
+    model_id integer NOT NULL,
+    source_id text COLLATE "C" NOT NULL,
+    PRIMARY KEY (kind, model_id, source_id)
+);
+
 CREATE TABLE embed_assets.search_outbox (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind text COLLATE "C" NOT NULL,

@@ -1,7 +1,8 @@
 -- Similar items: precomputed neighbours of each row, kept true by a job of their own. Only the active model's are read;
--- a row whose computed_at is NULL is to be computed (again), and its list of before serves until then.
+-- a row in similar_stale is to be computed (again): its computed_at is NULL, and its list of before serves until then.
 
 -- name: create_table
+-- Room on each page and no index of computed_at: nulling it touches no index.
 CREATE TABLE IF NOT EXISTS {similar} (
     source_id text COLLATE "C" NOT NULL,
     model_id integer NOT NULL,
@@ -10,9 +11,8 @@ CREATE TABLE IF NOT EXISTS {similar} (
     computed_at timestamptz,
     stamp_revision text,
     PRIMARY KEY (source_id, model_id)
-);
-CREATE INDEX IF NOT EXISTS {stale} ON {similar} (model_id, source_id) WHERE computed_at IS NULL;
-CREATE INDEX IF NOT EXISTS {listed} ON {similar} USING gin (neighbours);
+) WITH (fillfactor = 70);
+CREATE INDEX IF NOT EXISTS {listed} ON {similar} USING gin (neighbours) WITH (fastupdate = off);
 
 -- name: invalidate_all
 -- Every row that the model has vectors of: appended to the feed, so that nobody waits for the job or holds it up.
@@ -23,6 +23,9 @@ WHERE s.kind = %(kind)s AND s.model_id = %(model_id)s
 ORDER BY s.source_id;
 
 -- name: forget_model
+WITH unmarked AS (
+    DELETE FROM embed_assets.similar_stale WHERE kind = %(kind)s AND model_id = %(model_id)s
+)
 DELETE FROM {similar} WHERE model_id = %(model_id)s;
 
 -- name: try_turn
@@ -59,42 +62,68 @@ LEFT JOIN embed_assets.semantic_stamps AS s
 
 -- name: mark
 -- The rows themselves, where there are vectors to compute with.
-INSERT INTO {similar} AS s (source_id, model_id)
-SELECT t.source_id, t.model_id
+INSERT INTO embed_assets.similar_stale (kind, model_id, source_id)
+SELECT t.kind, t.model_id, t.source_id
 FROM embed_assets.semantic_stamps AS t
 WHERE t.kind = %(kind)s AND t.model_id = {model_id} AND t.source_id = ANY(%(ids)s)
 ORDER BY t.source_id
-ON CONFLICT (source_id, model_id) DO UPDATE SET computed_at = NULL;
+ON CONFLICT (kind, model_id, source_id) DO NOTHING;
 
 -- name: expand
--- The rows that list one of them: it may have moved away, and nobody knows who comes in its place.
-WITH listing AS MATERIALIZED (
+-- The rows that list one of them: it may have moved away, and nobody knows who comes in its place. A look-up in the
+-- index for each: asked for all at once, the planner would compare every list with every id.
+INSERT INTO embed_assets.similar_stale (kind, model_id, source_id)
+SELECT DISTINCT %(kind)s, {model_id}, listing.source_id
+FROM unnest(%(ids)s::text []) AS g (source_id)
+CROSS JOIN LATERAL (
     SELECT s.source_id FROM {similar} AS s
-    WHERE s.model_id = {model_id} AND s.neighbours && %(ids)s AND s.computed_at IS NOT NULL
+    WHERE s.model_id = {model_id} AND s.neighbours @> ARRAY[g.source_id]
+    OFFSET 0
+) AS listing
+ORDER BY listing.source_id
+ON CONFLICT (kind, model_id, source_id) DO NOTHING;
+
+-- name: null_computed
+WITH marked AS MATERIALIZED (
+    SELECT s.source_id FROM {similar} AS s
+    INNER JOIN embed_assets.similar_stale AS m
+        ON m.kind = %(kind)s AND m.model_id = s.model_id AND m.source_id = s.source_id
+    WHERE s.model_id = {model_id} AND s.computed_at IS NOT NULL
     ORDER BY s.source_id
-    FOR UPDATE
+    FOR UPDATE OF s
 )
 UPDATE {similar} AS s SET computed_at = NULL
-FROM listing AS l WHERE s.source_id = l.source_id AND s.model_id = {model_id};
+FROM marked AS m WHERE s.source_id = m.source_id AND s.model_id = {model_id};
 
 -- name: adopt
 -- Rows that have vectors and no list: those of which the feed was forgotten, those that were unindexable for a moment.
-INSERT INTO {similar} (source_id, model_id)
-SELECT t.source_id, t.model_id
+INSERT INTO embed_assets.similar_stale (kind, model_id, source_id)
+SELECT t.kind, t.model_id, t.source_id
 FROM embed_assets.semantic_stamps AS t
 INNER JOIN {source} AS source ON source.key = {t_key}
 WHERE
     t.kind = %(kind)s AND t.model_id = {model_id} AND source.indexable
     AND NOT EXISTS (SELECT FROM {similar} AS s WHERE s.source_id = t.source_id AND s.model_id = t.model_id)
+    AND NOT EXISTS (
+        SELECT FROM embed_assets.similar_stale AS m
+        WHERE m.kind = t.kind AND m.model_id = t.model_id AND m.source_id = t.source_id
+    )
 ORDER BY t.source_id
 LIMIT %(limit)s
-ON CONFLICT (source_id, model_id) DO NOTHING;
+ON CONFLICT (kind, model_id, source_id) DO NOTHING;
 
 -- name: stale
-SELECT s.source_id FROM {similar} AS s
-WHERE s.model_id = {model_id} AND s.computed_at IS NULL AND s.source_id > %(after)s
-ORDER BY s.source_id
+SELECT m.source_id FROM embed_assets.similar_stale AS m
+WHERE m.kind = %(kind)s AND m.model_id = {model_id} AND m.source_id > %(after)s
+ORDER BY m.source_id
 LIMIT %(limit)s;
+
+-- name: settings
+-- As in search (search.settings); and nobody waits for an answer here, so each probe looks further.
+SELECT
+    set_config('hnsw.iterative_scan', 'relaxed_order', TRUE),
+    set_config('hnsw.ef_search', '400', TRUE),
+    set_config('jit', 'off', TRUE);
 
 -- name: compute
 -- One probe for each chunk, by the index where there is one; the rule holds inside the probe, so that a company of a
@@ -157,7 +186,7 @@ stamp_revision = excluded.stamp_revision;
 
 -- name: offer
 -- A row that changed may belong in the lists of rows it is near to, which did not change and do not list it: it is put
--- in its place there, and the farthest falls out. Lists that are to be computed again are left to that.
+-- in its place there, and the farthest falls out.
 WITH given AS MATERIALIZED (
     SELECT g.source_id, g.owner, g.distance
     FROM unnest(%(sources)s::text [], %(owners)s::text [], %(distances)s::real []) AS g (source_id, owner, distance)
@@ -167,7 +196,7 @@ held AS MATERIALIZED (
     SELECT s.source_id, s.neighbours, s.distances
     FROM {similar} AS s
     WHERE
-        s.model_id = {model_id} AND s.computed_at IS NOT NULL
+        s.model_id = {model_id}
         AND EXISTS (
             SELECT FROM given AS g
             WHERE
@@ -208,17 +237,34 @@ WHERE s.source_id = m.owner AND s.model_id = {model_id} AND s.neighbours IS DIST
 
 -- name: forget
 -- Lists of rows that have no vectors any more, or may not be shown.
-DELETE FROM {similar} AS s
-WHERE
-    s.model_id = {model_id} AND s.source_id = ANY(%(ids)s)
-    AND NOT EXISTS (
+WITH gone AS MATERIALIZED (
+    SELECT g.source_id FROM unnest(%(ids)s::text []) AS g (source_id)
+    WHERE NOT EXISTS (
         SELECT FROM embed_assets.semantic_stamps AS t
         INNER JOIN {source} AS source ON source.key = {t_key}
-        WHERE t.kind = %(kind)s AND t.model_id = {model_id} AND t.source_id = s.source_id AND source.indexable
-    );
+        WHERE t.kind = %(kind)s AND t.model_id = {model_id} AND t.source_id = g.source_id AND source.indexable
+    )
+),
+
+unmarked AS (
+    DELETE FROM embed_assets.similar_stale AS m
+    USING gone AS g
+    WHERE m.kind = %(kind)s AND m.model_id = {model_id} AND m.source_id = g.source_id
+)
+DELETE FROM {similar} AS s
+USING gone AS g
+WHERE s.model_id = {model_id} AND s.source_id = g.source_id;
+
+-- name: unmark
+DELETE FROM embed_assets.similar_stale AS m
+WHERE m.kind = %(kind)s AND m.model_id = {model_id} AND m.source_id = ANY(%(ids)s);
 
 -- name: mark_all
-UPDATE {similar} SET computed_at = NULL WHERE model_id = {model_id} AND computed_at IS NOT NULL;
+INSERT INTO embed_assets.similar_stale (kind, model_id, source_id)
+SELECT %(kind)s, s.model_id, s.source_id FROM {similar} AS s
+WHERE s.model_id = {model_id}
+ORDER BY s.source_id
+ON CONFLICT (kind, model_id, source_id) DO NOTHING;
 
 -- name: waiting
 -- Is there anything to do? Bounded, whatever waits.
@@ -230,7 +276,9 @@ SELECT
     ) AS feed,
     (
         SELECT count(*) FROM (
-            SELECT FROM {similar} AS s WHERE s.model_id = {model_id} AND s.computed_at IS NULL LIMIT %(limit)s
+            SELECT FROM embed_assets.similar_stale AS m
+            WHERE m.kind = %(kind)s AND m.model_id = {model_id}
+            LIMIT %(limit)s
         ) AS bounded
     ) AS stale;
 
@@ -255,7 +303,7 @@ BEGIN
         FROM {similar} AS s
         INNER JOIN embed_assets.corpora AS k
             ON k.kind = {kind} AND s.model_id IN (k.active_model_id, k.previous_model_id)
-        WHERE s.source_id = $1 AND (s.computed_at IS NOT NULL OR cardinality(s.neighbours) > 0)
+        WHERE s.source_id = $1
         ORDER BY s.model_id = k.active_model_id DESC
         LIMIT 1
     )

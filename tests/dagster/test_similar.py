@@ -79,5 +79,5 @@ def test_one_run_at_a_time_none_while_paused_or_before_the_index_and_an_error_is
     listed.db.execute("UPDATE embed_assets.corpora SET paused_at = NULL")
     monkeypatch.setattr(similar_store, "EXACT_CHUNKS", -1)
     assert "is not built yet" in listed.says()
-    listed.db.execute("ALTER TABLE embed_assets.similar_posts RENAME COLUMN computed_at TO elsewhere")
+    listed.db.execute("ALTER TABLE embed_assets.similar_stale RENAME TO elsewhere")
     assert "could not be looked at" in listed.says()

@@ -189,7 +189,7 @@ def test_similar_probes_go_by_the_index_and_find_the_true_neighbours(many: Kind,
 def explained(kind: Kind, store: SimilarStore, ids: list[str]) -> Any:
     statement = store._sql("compute", active_model(kind.postgres, "jobs"))
     with kind.postgres.transaction() as cursor:
-        cursor.execute(query("search.settings"))
+        cursor.execute(query("similar.settings"))
         values = {"kind": "jobs", "ids": ids, "depth": 80}
         cursor.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + statement.as_bytes(cursor), values)
         row = cursor.fetchone()

@@ -190,7 +190,8 @@ def test_a_list_of_a_row_that_was_embedded_anew_meanwhile_is_not_written(
     drain(kind)
     store.refresh()
     before = kept(db)
-    db.execute("UPDATE embed_assets.similar_jobs SET computed_at = NULL, neighbours = '{}', distances = '{}'")
+    emptied = "UPDATE embed_assets.similar_jobs SET computed_at = NULL, neighbours = '{}', distances = '{}'"
+    db.execute(f"{emptied} WHERE source_id = %s", (str(job),))
     found = store.compute([str(job)])
     db.execute("SELECT embed_assets.enqueue('jobs', %s, forced => TRUE)", ([job],))
     drain(kind)
@@ -215,6 +216,7 @@ def test_what_is_taken_from_the_feed_is_stale_in_the_same_transaction(
         store.refresh()
     assert waiting(db) == []
     assert store.waiting().stale == 6
+    assert value(db, "SELECT count(computed_at) FROM embed_assets.similar_jobs") == 0
     assert SimilarStore(kind.postgres, kind.bound).refresh().computed == 6
 
 
