@@ -126,7 +126,8 @@ def _prefilled(name: str, config: type[Config], kinds: list[str]) -> type[Config
 
 
 def _job(name: str, config: type[Config], do: Callable[[Operating, Any], Taken], description: str) -> JobDefinition:
-    @op(name=name, out=Out(Nothing), description=description)
+    # Not the job's own name: Dagster refuses a project in which an op and a job share one.
+    @op(name=f"do_{name}", out=Out(Nothing), description=description)
     def act(context: OpExecutionContext, config: config, operator: OperatorResource) -> None:  # type: ignore[valid-type]
         wanted: Any = config
         taken = operator.act(wanted.kind, lambda kind: do(kind, wanted))

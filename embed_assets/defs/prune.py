@@ -40,7 +40,7 @@ class Prune(Config):
 def prune_runs(kinds: Sequence[str], operators: Sequence[str]) -> JobDefinition:
     """Forget what ended long ago, of the jobs of these kinds and of the jobs `operators`."""
 
-    @op(name=NAME, out=Out(Nothing), description="Delete runs of these jobs that ended long ago.")
+    @op(name=f"do_{NAME}", out=Out(Nothing), description="Delete runs of these jobs that ended long ago.")
     def prune(context: OpExecutionContext, config: Prune) -> None:
         found = _old(context.instance, _ours(kinds, operators), config)
         for done, run_id in enumerate(found, 1):

@@ -21,7 +21,7 @@ def start(project: Project, job: str, **config: Any) -> ExecuteInProcessResult:
         .resolve_job_def(job)
         .execute_in_process(
             instance=project.instance,
-            run_config={**QUIET, "ops": {job: {"config": config}}},
+            run_config={**QUIET, "ops": {f"do_{job}": {"config": config}}},
             raise_on_error=False,
         )
     )
