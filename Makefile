@@ -54,8 +54,8 @@ model: .venv/ready
 plans: .venv/ready
 	PLAN_CHUNKS=$(or $(PLAN_CHUNKS),200000) $(BIN)/pytest tests/postgres/test_search_plans.py -q
 
-.PHONY: bench bench-text bench-drain bench-retrieval bench-index bench-similar
-bench: .venv/ready bench-text bench-drain bench-index bench-similar
+.PHONY: bench bench-text bench-drain bench-retrieval bench-index bench-similar bench-service
+bench: .venv/ready bench-text bench-drain bench-index bench-similar bench-service
 	$(BIN)/python bench/bench.py
 
 # Rows a second that cleaning and cutting take; FILE=rows.jsonl COLUMN=body KIND=Markdown for rows of your own.
@@ -65,6 +65,10 @@ bench-text: .venv/ready
 # Loading 20,000 chunks and then building the index, beside inserting them into a live one.
 bench-index: .venv/ready
 	$(BIN)/python -m bench.index_load
+
+# Two drains beside an embedding service that takes one request at a time.
+bench-service: .venv/ready
+	$(BIN)/python -m bench.service
 
 # 4,000 postings through one process, beside a bare loop to the same instant server and a bare COPY.
 bench-drain: .venv/ready
