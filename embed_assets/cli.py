@@ -22,6 +22,7 @@ from embed_assets.errors import Cancelled, ClassifiedError, EmbedAssetsError
 from embed_assets.fake_server.cli import fake_server
 from embed_assets.resources.assembly import database_url, find_corpus
 from embed_assets.resources.operator import Operator
+from embed_assets.resources.verdict import facts_of, verdict
 from embed_assets.settings import load_settings
 
 logger = logging.getLogger("embed_assets")
@@ -92,9 +93,12 @@ def status(kind: KindName, as_json: AsJson = False) -> None:
         report, backlog = opened.outbox.status(opened.identity), opened.outbox.backlog()
         latency = Operator(opened.postgres, kind).latency()
         standing = opened.life.standing(opened.outbox.models)
+        stamped = sum(model.stamped for model in opened.life.models() if model.model_id == opened.model_id)
+    found = verdict(facts_of(report.counts, stamped=stamped, frozen_since=standing.frozen_since))
     if as_json:
-        typer.echo(console.status_json(report, backlog, latency, standing))
+        typer.echo(console.status_json(report, backlog, latency, standing, found))
     else:
+        console.out.print(console.verdict_line(found), markup=False)
         console.out.print(console.status_table(report, backlog))
         if line := console.standing_line(standing):
             console.out.print(line, markup=False)

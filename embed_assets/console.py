@@ -17,6 +17,7 @@ from embed_assets.resources.model_life import Model, Standing
 from embed_assets.resources.operator import DeadLetters, Latency
 from embed_assets.resources.similar_store import Refreshed
 from embed_assets.resources.vector_index import IndexState
+from embed_assets.resources.verdict import Verdict
 from embed_assets.search import Answer
 
 out = Console(highlight=False, soft_wrap=True)
@@ -90,12 +91,18 @@ def standing_line(standing: Standing) -> str | None:
     return f"search reads {standing.active}, {fresh}; {standing.building} is being built{waits}"
 
 
-def status_json(status: Status, backlog: Backlog, latency: Latency, standing: Standing) -> str:
+def verdict_line(verdict: Verdict) -> str:
+    return f"{verdict.state.value}: {verdict.reason}"
+
+
+def status_json(status: Status, backlog: Backlog, latency: Latency, standing: Standing, verdict: Verdict) -> str:
     counts = {state: status.counts.get(state, 0) for state in STATES}
     return json.dumps(
         {
             "kind": status.kind,
             "model": status.identity,
+            "verdict": verdict.state.value,
+            "reason": verdict.reason,
             "active_model": standing.active,
             "frozen_since": standing.frozen_since,
             "total": status.total,

@@ -73,6 +73,7 @@ def test_load_drain_status_search(cli, tmp_path):
     assert drained.stdout.strip() == "indexed=3 removed=0 failed=0 dead_lettered=0"
     status = status_of(cli)
     assert (status["total"], status["fresh"], status["excluded"]) == (4, 3, 1)
+    assert (status["verdict"], status["reason"]) == ("HEALTHY", "everything is searchable as it is now")
     found = json.loads(cli("search", "jobs", "databases", "-k", "2", "--json").stdout)
     assert found["semantic"] == "available"
     assert len(found["hits"]) == 2
@@ -153,14 +154,16 @@ def test_a_drain_tells_each_wave_and_ends_with_four_counters(cli, tmp_path):
     assert drained.stdout.splitlines()[-1] == "indexed=4 removed=0 failed=0 dead_lettered=0"
 
 
-@pytest.mark.ids("A-65")
+@pytest.mark.ids("A-65", "B-48")
 def test_a_failed_row_makes_the_exit_code_one(cli, db, tmp_path):
     cli("load", "jobs", str(write_lines(tmp_path / "jobs.jsonl", posting(1), posting(2))))
     db.execute("UPDATE jobs SET description = repeat('word ', 500000) WHERE external_id = 'p2'")
     drained = cli("drain", "jobs")
     assert drained.returncode == 1
     assert drained.stdout.strip() == "indexed=1 removed=0 failed=0 dead_lettered=1"
-    assert status_of(cli)["dead"] == 1
+    status = status_of(cli)
+    assert (status["dead"], status["verdict"], status["reason"]) == (1, "DEGRADED", "1 rows failed")
+    assert cli("status", "jobs").stdout.startswith("DEGRADED: ")
 
 
 def test_a_malformed_line_is_reported_with_its_number_and_skipped(cli, tmp_path):
