@@ -93,15 +93,15 @@ class Endpoint:
     async def learn_limits(self) -> None:
         """Once: what earlier processes learned, and what Text Embeddings Inference says of itself.
 
-        What others take is found out by trying.
+        What others take is found out by trying. Raises EndpointTrouble when it says it serves another model.
         """
         if self._knows_limits:
             return
-        self._knows_limits = True
         if known := await asyncio.to_thread(self._shared.known_limits):
             self.limits.lower(items=known.items, bytes=known.bytes, chars=known.chars)
         if self._says_info:
             await self._ask_info()
+        self._knows_limits = True
 
     async def _ask_info(self) -> None:
         try:
@@ -110,6 +110,11 @@ class Endpoint:
             return
         items, tokens = (_number(info, name) for name in ("max_client_batch_size", "max_batch_tokens"))
         await self.lower(items=items, bytes=tokens and tokens * TOKEN_BYTES)
+        if isinstance(info, dict) and isinstance(info.get("model_id"), str):
+            try:
+                await self._agree(info["model_id"])
+            except Fault as fault:
+                raise fault.trouble(self.shown) from None
 
     async def lower(self, **limits: int | None) -> None:
         """Remember that a request may hold no more, here and for the next process."""
@@ -139,6 +144,8 @@ class Endpoint:
             answer = self._wire.answer(content, len(texts), headers)
         except BadAnswer as bad:
             raise broken_answer(bad.code, repairable=bad.code == "invalid_json") from None
+        if answer.model:
+            await self._agree(answer.model)
         self._accept(answer)
         await self._widen()
         return answer
@@ -170,13 +177,18 @@ class Endpoint:
                 return
             await asyncio.sleep(seconds)
 
+    async def _agree(self, reported: str) -> None:
+        """Is it the model that this endpoint first said it serves, to whichever process? Raises Fault."""
+        if reported == self.reported_model:
+            return
+        if await asyncio.to_thread(self._shared.agree, reported) != reported:
+            raise other_model("model_changed")
+        self.reported_model = reported
+
     def _accept(self, answer: Answer) -> None:
         """Is it the vector space that was agreed? Raises Fault."""
         count, width = answer.vectors.shape
-        if answer.model and answer.model != (self.reported_model or answer.model):
-            raise other_model("model_changed")
         if width != (self.dimensions or width):
             raise other_model("wrong_width") if count > 1 else broken_answer("wrong_width")
-        self.reported_model = answer.model or self.reported_model
         self.dimensions = width
         self._credit = CREDIT

@@ -38,9 +38,15 @@ class Shared(Protocol):
 
     def learn(self, limits: Limits) -> None: ...
 
+    def agree(self, reported: str) -> str:
+        """The model that the endpoint first said it serves under the configured name; `reported` when it is new."""
+        ...
+
 
 class Unshared:
     """For questions, and where there is no database: nobody else's trouble is known."""
+
+    _first: str | None = None
 
     def resting(self) -> Rest | None:
         return None
@@ -56,3 +62,7 @@ class Unshared:
 
     def learn(self, limits: Limits) -> None:
         pass
+
+    def agree(self, reported: str) -> str:
+        self._first = self._first or reported
+        return self._first

@@ -48,6 +48,7 @@ class Endpoint:
     def __init__(self, postgres: Postgres, settings: Settings) -> None:
         self._postgres = postgres
         self.key = endpoint_key(settings)
+        self._model = settings.model or ""
         requests, tokens = settings.requests_per_minute, settings.tokens_per_minute
         self._per_request = 60 / requests if requests else 0.0
         self._per_token = 60 / tokens if tokens else 0.0
@@ -110,6 +111,11 @@ class Endpoint:
     def learn(self, limits: Limits) -> None:
         """For the next process."""
         self._postgres.execute("endpoint.learn", {"endpoint": self.key, **asdict(limits)})
+
+    def agree(self, reported: str) -> str:
+        """What it first said it serves under EMBED_MODEL; kept from then on, until an operator resets the endpoint."""
+        row = self._postgres.one("endpoint.agree", {"endpoint": self.key, "model": self._model, "reported": reported})
+        return str(row["reported"]) if row else reported
 
     @contextmanager
     def turn(self, stop: Stop) -> Iterator[None]:

@@ -241,6 +241,8 @@ CREATE TABLE embed_assets.embedding_endpoints (
     max_bytes integer,
     max_chars integer,
     learned_at timestamptz,
+    -- The model that it first said it serves, by the name that was configured for it.
+    reported jsonb NOT NULL DEFAULT '{}',
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 

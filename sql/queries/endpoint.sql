@@ -84,5 +84,13 @@ max_bytes = excluded.max_bytes,
 max_chars = excluded.max_chars,
 learned_at = excluded.learned_at;
 
+-- name: agree
+-- The first word counts: what stands there wins over what is said now.
+INSERT INTO embed_assets.embedding_endpoints AS e (endpoint, reported)
+VALUES (%(endpoint)s, jsonb_build_object(%(model)s::text, %(reported)s::text))
+ON CONFLICT (endpoint) DO UPDATE SET
+reported = excluded.reported || e.reported
+RETURNING reported ->> %(model)s AS reported;
+
 -- name: try_turn
 SELECT pg_try_advisory_lock(1701667429, %(turn)s) AS mine;

@@ -97,6 +97,7 @@ SET
     warming_since = NULL,
     tripped_by = NULL,
     tripped_at = NULL,
+    reported = '{{}}',
     max_items = CASE WHEN %(limits)s THEN NULL ELSE e.max_items END,
     max_bytes = CASE WHEN %(limits)s THEN NULL ELSE e.max_bytes END,
     max_chars = CASE WHEN %(limits)s THEN NULL ELSE e.max_chars END,

@@ -233,6 +233,25 @@ def test_a_limit_that_one_process_ran_into_is_kept_by_the_next(server: FakeServe
     assert server.sizes == [5, 3]
 
 
+@pytest.mark.ids("B-34")
+@pytest.mark.parametrize("protocol", ["tei", "openai"])
+def test_another_model_at_the_same_address_is_refused_by_every_process(
+    server: FakeServer, process: Process, db: Db, protocol: str
+) -> None:
+    given = {"protocol": protocol} | ({"url": server.openai_url} if protocol == "openai" else {})
+    assert embed(process(**given)[1]) == 8
+    server.model = "another/model"
+    server.forget()
+    for _ in range(2):
+        with pytest.raises(EndpointTrouble, match="says it serves another model than before") as caught:
+            embed(process(**given)[1])
+        assert (caught.value.code, caught.value.error_class) == ("model_changed", ErrorClass.CONTRACT)
+    assert len(server.requests) == (0 if protocol == "tei" else 2)
+    assert embed(process(**given, model="another/model")[1]) == 8
+    db.execute("UPDATE embed_assets.embedding_endpoints SET reported = '{}'")
+    assert embed(process(**given)[1]) == 8
+
+
 @pytest.mark.ids("E10", "E17")
 def test_bytes_and_characters_are_learned_for_the_next_process_too(process: Process, db: Db) -> None:
     endpoint, _ = process()
