@@ -42,6 +42,8 @@ OPTIONAL = (
     "active_model",
     "active_dimensions",
     "active_prefix_by",
+    "search_feed_seconds",
+    "alert_webhook",
 )
 
 
@@ -92,6 +94,9 @@ class Settings(BaseSettings):
     sensor_wait_seconds: float = Field(24, ge=0)
     retention_days: float = 14
     reconcile_seconds: float = Field(3600, gt=0)
+    fresh_seconds: float = Field(900, gt=0)
+    search_feed_seconds: float | None = Field(None, gt=0)
+    alert_webhook: SecretStr | None = None
 
     @field_validator("headers", mode="before")
     @classmethod

@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from dagster import Definitions, in_process_executor
 
 from embed_assets.corpus import TableCorpus
-from embed_assets.defs import backfill, jobs, models, operator_jobs, prune, schedules, sensors, similar
+from embed_assets.defs import (
+    alerts,
+    backfill,
+    checks,
+    dead_runs,
+    jobs,
+    models,
+    operator_jobs,
+    prune,
+    schedules,
+    sensors,
+    similar,
+)
 from embed_assets.defs.assets.backfill import buckets_done, reembed_requests, reembedded
 from embed_assets.defs.assets.outbox import semantic_outbox
 from embed_assets.defs.assets.similar import similar as similar_lists
@@ -49,20 +61,36 @@ def build_definitions(
     drains = {kind: jobs.drain(kind) for kind in kinds}
     advances = {kind: models.advance(kind) for kind in kinds}
     listed = {kind: jobs.similar(kind) for kind in kinds if opened.registry[kind].similar}
+    looks = {kind: checks.job(kind) for kind in kinds}
     care = maintenance(kinds)
     operators = operator_jobs.operator_jobs(kinds)
     pruning = prune.prune_runs(kinds, [job.name for job in (*operators, *OPERATING, care)])
     return Definitions(
         assets=[*(make(kind) for kind in kinds for make in (*CHAIN, *BACKFILL)), *map(similar_lists, listed)],
-        asset_checks=[buckets_done(kind) for kind in kinds],
-        jobs=[*drains.values(), *advances.values(), *listed.values(), care, *OPERATING, *operators, pruning],
+        asset_checks=[make(kind) for kind in kinds for make in (checks.checks, buckets_done)],
+        jobs=[
+            *drains.values(),
+            *advances.values(),
+            *listed.values(),
+            care,
+            *OPERATING,
+            *operators,
+            pruning,
+            *looks.values(),
+        ],
         sensors=[
             *(sensors.outbox(kind, job, opened) for kind, job in drains.items()),
             *(models.waiting(kind, job, opened) for kind, job in advances.items()),
             *(similar.waiting(kind, job, opened) for kind, job in listed.items()),
             *(backfill.reembedded(kind, opened) for kind in kinds),
+            *(alerts.alerts(kind, opened) for kind in kinds),
+            *dead_runs.dead_runs(kinds, opened),
         ],
-        schedules=[*(schedules.scan(kind, job, opened) for kind, job in drains.items()), daily(care)],
+        schedules=[
+            *(schedules.scan(kind, job, opened) for kind, job in drains.items()),
+            *(checks.schedule(kind, job) for kind, job in looks.items()),
+            daily(care),
+        ],
         resources=resources(opened),
         executor=in_process_executor,
     )

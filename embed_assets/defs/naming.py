@@ -37,6 +37,10 @@ def similar_job(kind: str) -> str:
     return f"{kind}_similar"
 
 
+def checks_job(kind: str) -> str:
+    return f"{kind}_checks"
+
+
 def models_job(kind: str) -> str:
     return f"{kind}_models"
 

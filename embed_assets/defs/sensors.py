@@ -145,7 +145,8 @@ def redacted(error: Exception, settings: Settings) -> str:
 
 
 def _secrets(settings: Settings) -> set[str]:
-    found = {secret.get_secret_value() for secret in (settings.database_url, settings.api_key) if secret}
+    known = (settings.database_url, settings.api_key, settings.active_api_key, settings.proxy, settings.alert_webhook)
+    found = {secret.get_secret_value() for secret in known if secret}
     if settings.database_url:
         found.add(password_of(settings.database_url.get_secret_value()) or "")
     return found - {""}

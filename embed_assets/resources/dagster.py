@@ -19,6 +19,7 @@ from embed_assets.resources.backfill import Estimate, Progress
 from embed_assets.resources.model_life import NotReady
 from embed_assets.resources.opened import OpenKinds
 from embed_assets.resources.operating import Operating, operating
+from embed_assets.resources.postgres import STATEMENT_TIMEOUT
 from embed_assets.resources.retention import purge
 from embed_assets.resources.run import DrainRun, Report
 from embed_assets.resources.similar_store import Refreshed, SimilarStore, Waiting
@@ -192,10 +193,11 @@ class OperatorResource(ConfigurableResource):  # type: ignore[type-arg]
 
     opened: ResourceDependency[OpenKinds]
 
-    def act(self, kind: str, work: Callable[[Operating], T]) -> T:
+    def act(self, kind: str, work: Callable[[Operating], T], *, statement_timeout: str = STATEMENT_TIMEOUT) -> T:
         """Do it in a thread, deaf to nothing. Raises Failure with an operator's message where he must decide."""
+        settings, registry = self.opened.settings, self.opened.registry
         try:
-            with operating(self.opened.settings, self.opened.registry, kind) as found:
+            with operating(settings, registry, kind, statement_timeout=statement_timeout) as found:
                 return interruptible(lambda: work(found), Stop(), found.postgres.cancel)
         except (ConfigurationError, NotReady) as error:
             raise Failure(str(error), allow_retries=False) from None

@@ -23,7 +23,7 @@ from embed_assets.resources.embedder import endpoint_key
 from embed_assets.resources.model_life import Model, ModelLife
 from embed_assets.resources.operator import DeadLetters, Operator
 from embed_assets.resources.outbox import Outbox
-from embed_assets.resources.postgres import Postgres
+from embed_assets.resources.postgres import STATEMENT_TIMEOUT, Postgres
 from embed_assets.resources.tables import make_tables
 from embed_assets.settings import Settings
 
@@ -167,11 +167,13 @@ class Operating:
 
 
 @contextmanager
-def operating(settings: Settings, registry: Registry, kind: str) -> Iterator[Operating]:
+def operating(
+    settings: Settings, registry: Registry, kind: str, *, statement_timeout: str = STATEMENT_TIMEOUT
+) -> Iterator[Operating]:
     """A kind, migrated and with its tables. Raises ConfigurationError for one that nobody ever declared."""
     url = database_url(settings)
     migrate(url)
-    postgres = Postgres(url, application_name="embed_assets operator")
+    postgres = Postgres(url, application_name="embed_assets operator", statement_timeout=statement_timeout)
     try:
         yield Operating(postgres, settings, kind, _bound(postgres, settings, registry, kind))
     finally:

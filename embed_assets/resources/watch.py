@@ -20,11 +20,14 @@ from embed_assets.queries import query
 from embed_assets.resources.assembly import Kind
 from embed_assets.resources.backfill import Backfill, Progress
 from embed_assets.resources.embedder import Endpoint, resting
+from embed_assets.resources.health import Health
 from embed_assets.resources.model_life import ModelLife
+from embed_assets.resources.operating import Operating
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import Postgres
 from embed_assets.resources.run import run_limits
 from embed_assets.resources.similar_store import SimilarStore, Waiting
+from embed_assets.resources.verdict import Verdict, verdict
 
 SENSOR_STATEMENT = "1500ms"
 SCHEDULE_STATEMENT = "15s"
@@ -132,6 +135,11 @@ class Watch:
         """Whether a model could be indexed or switched to."""
         life = ModelLife(self._postgres, self._bound, self.settings)
         return life.waiting(automatic=self.settings.switch == "automatic")
+
+    def verdict(self) -> Verdict:
+        """From what is known at once, by index."""
+        operating = Operating(self._postgres, self.settings, self.kind, self._bound)
+        return verdict(Health(operating).facts_at_once())
 
     def close(self) -> None:
         self._postgres.close()
