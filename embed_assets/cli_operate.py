@@ -15,9 +15,14 @@ import typer
 
 from embed_assets import console
 from embed_assets.cli_shared import AsJson, KindName, opened_kind
+from embed_assets.migrate import migrate
+from embed_assets.resources.assembly import database_url
 from embed_assets.resources.backfill import BUCKETS, bucket_of
+from embed_assets.resources.metrics import prometheus
 from embed_assets.resources.operator import LISTED, MOST_LISTED, DeadLetters, Operator
+from embed_assets.resources.postgres import Postgres
 from embed_assets.resources.retention import purge as forget
+from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
 
 operate = typer.Typer()
@@ -137,6 +142,22 @@ def purge(kind: KindName) -> None:
         dropped = opened.life.drop_retired(days=opened.settings.rollback_days, stop=Stop())
         deleted |= {"retired models": len(dropped)} if dropped else {}
     console.out.print(", ".join(f"{table} {rows}" for table, rows in deleted.items()) or "everything is kept")
+
+
+@operate.command()
+def metrics(
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Also each kind's rows by state; reads its whole table.")
+    ] = False,
+) -> None:
+    """Numbers of every kind for a monitor, in Prometheus' text format; no label says whose row it counts."""
+    url = database_url(load_settings())
+    migrate(url)
+    postgres = Postgres(url)
+    try:
+        typer.echo(prometheus(postgres, rows=rows), nl=False)
+    finally:
+        postgres.close()
 
 
 def _list(kind: str, code: str | None, prefix: str | None, limit: int, as_json: bool) -> None:

@@ -22,8 +22,8 @@ def made_name(bound: BoundCorpus, verb: str) -> sql.Identifier:
 
 
 def make_functions(cursor: Cursor[Row], bound: BoundCorpus) -> None:
-    """Where they differ: `tell_search_<kind>()` for the triggers; for any client `search_<kind>(query vector, k)` and,
-    where neighbours are kept, `similar_to_<kind>(id text, k)`."""
+    """Where they differ: `tell_search_<kind>()` for the triggers; for any client `search_<kind>(query vector, k)`,
+    `status_<kind>()` and, where neighbours are kept, `similar_to_<kind>(id text, k)`."""
     cursor.execute(query("search.load_vector"))
     kind = sql.Literal(bound.kind)
     tell = query("search_outbox.tell_body", kind=kind, **bound.fragments())
@@ -38,6 +38,7 @@ def make_functions(cursor: Cursor[Row], bound: BoundCorpus) -> None:
     )
     search = query("search.function_body", kind=kind, statement=sql.Literal(statement.as_string(cursor)))
     _make(cursor, bound, "search", "vector, integer", search.as_string(cursor), "search.create_function")
+    _make(cursor, bound, "status", "", _status(cursor, bound), "metrics.create_status")
     if bound.corpus.similar:
         fragments = bound.fragments(kind=kind, similar=bound.similar, rule=bound.similar_rule, w_key=bound.key_of("w"))
         similar = query("similar.function_body", **fragments)
@@ -45,9 +46,21 @@ def make_functions(cursor: Cursor[Row], bound: BoundCorpus) -> None:
         _make(cursor, bound, "similar_to", "text, integer", body, "similar.create_function")
 
 
+def _status(cursor: Cursor[Row], bound: BoundCorpus) -> str:
+    """The states of all rows, by the statement that `embed-assets status` asks, for the model that is kept fresh."""
+    kind = sql.Literal(bound.kind)
+    body = query("status.status", **bound.fragments()).as_string(cursor)
+    target = query("metrics.target", kind=kind).as_string(cursor)
+    return _plain_text(body.replace("%(kind)s", kind.as_string(cursor)).replace("%(model_id)s", target))
+
+
 def _plain(cursor: Cursor[Row], body: sql.Composed) -> str:
+    return _plain_text(body.as_string(cursor))
+
+
+def _plain_text(body: str) -> str:
     """Fragments are written for statements that take parameters, in which a percent sign stands twice."""
-    return body.as_string(cursor).replace("%%", "%")
+    return body.replace("%%", "%")
 
 
 def _make(cursor: Cursor[Row], bound: BoundCorpus, verb: str, arguments: str, body: str, create: str) -> None:

@@ -94,3 +94,30 @@ CROSS JOIN LATERAL (
         AND w.closed_at > clock_timestamp() - interval '1 hour'
 ) AS waves
 WHERE c.retired_at IS NULL;
+
+-- What waits in the feeds, counted up to 10,000: said by writers (source), for an external index (search), for the
+-- neighbours (similar).
+CREATE VIEW embed_assets.feed_metrics AS
+SELECT c.kind, feed.feed, feed.rows, extract(EPOCH FROM clock_timestamp() - feed.oldest)::float8 AS oldest_seconds
+FROM embed_assets.corpora AS c
+CROSS JOIN LATERAL (
+    SELECT 'source' AS feed, count(*) AS rows, min(s.at) AS oldest FROM (
+        SELECT f.at FROM embed_assets.source_changes AS f WHERE f.kind = c.kind ORDER BY f.id LIMIT 10000
+    ) AS s
+    UNION ALL
+    SELECT 'search', count(*), min(s.at) FROM (
+        SELECT f.at FROM embed_assets.search_outbox AS f WHERE f.kind = c.kind ORDER BY f.id LIMIT 10000
+    ) AS s
+    UNION ALL
+    SELECT 'similar', count(*), min(s.at) FROM (
+        SELECT f.at FROM embed_assets.similar_invalidations AS f WHERE f.kind = c.kind ORDER BY f.id LIMIT 10000
+    ) AS s
+) AS feed;
+
+-- The embedding endpoints by what they are (a hash of address and key, cut short), and for how long they rest.
+CREATE VIEW embed_assets.endpoint_metrics AS
+SELECT
+    left(e.endpoint, 8) AS endpoint,
+    CASE WHEN e.until > clock_timestamp() THEN e.state ELSE 'ok' END AS state,
+    greatest(extract(EPOCH FROM e.until - clock_timestamp()), 0)::float8 AS resting_seconds
+FROM embed_assets.embedding_endpoints AS e;

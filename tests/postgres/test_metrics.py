@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from embed_assets.corpora.jobs import jobs as jobs_corpus
 from embed_assets.errors import AnswerContract, InputRejected
 from embed_assets.models import Failure
 from embed_assets.resources.assembly import Kind
+from embed_assets.resources.metrics import prometheus
 
-LABELS = {"kind", "model", "error_code"}
+LABELS = {"kind", "model", "error_code", "feed", "endpoint", "state"}
 
 
 @pytest.fixture
@@ -111,7 +113,49 @@ def test_no_metric_says_whose_row_it_counts(kind: Kind, db: Db) -> None:
     wave = wave_of(kind, 2)
     kind.outbox.fail(wave, [Failure(source_id, InputRejected("never")) for source_id in wave.source_ids])
     views = rows(db, r"SELECT table_name::text FROM information_schema.views WHERE table_name LIKE '%\_metrics'")
-    assert len(views) == 4
+    assert len(views) == 6
     told = str([metrics(db, view) for view in views])
     assert "tenant-of-the-row" not in told
     assert "987654" not in told
+
+
+@pytest.mark.ids("B-45", "B-46")
+def test_a_monitor_reads_every_number_by_labels_that_name_no_row(kind: Kind, db: Db) -> None:
+    add_jobs(db, 3, company_slug="tenant-of-the-row")
+    add_jobs(db, 1, is_tech=False)
+    drain(kind, rows=1)
+    add_jobs(db, 2)
+    enqueue(kind)
+    wave = wave_of(kind, 1)
+    kind.outbox.fail(wave, [Failure(wave.source_ids[0], InputRejected("never"))])
+    db.execute(
+        "INSERT INTO embed_assets.embedding_endpoints (endpoint, state, until, reason) "
+        "VALUES ('0123456789abcdef', 'refused', clock_timestamp() + interval '9 minutes', 'REFUSED: key-of-mine')"
+    )
+    said = prometheus(kind.postgres, rows=True)
+    of = f'{{kind="jobs",model="{kind.identity}"}}'
+    for line in (
+        f"embed_assets_queue_due{of} 1",
+        f"embed_assets_queue_dead{of} 1",
+        f"embed_assets_lease_held{of} 1",
+        f"embed_assets_work_indexed{of} 3",
+        f'embed_assets_failure_dead{{kind="jobs",model="{kind.identity}",error_code="input_rejected"}} 1',
+        'embed_assets_feed_rows{kind="jobs",feed="search"} 3',
+        'embed_assets_feed_rows{kind="jobs",feed="source"} 0',
+        'embed_assets_rows{kind="jobs",state="fresh"} 3',
+        'embed_assets_rows{kind="jobs",state="excluded"} 1',
+    ):
+        assert line in said.splitlines(), said
+    assert re.search(r'embed_assets_endpoint_resting_seconds\{endpoint="01234567",state="refused"\} 5\d\d', said)
+    assert not re.search(r"tenant-of-the-row|key-of-mine|89abcdef", said)
+    for line in said.splitlines():
+        assert re.fullmatch(r'# TYPE \w+ gauge|\w+\{\w+="[^"\n]*"(,\w+="[^"\n]*")*\} [-+.e\d]+', line), line
+    assert "embed_assets_rows" not in prometheus(kind.postgres)
+
+
+def test_the_rows_by_state_are_those_of_status(kind: Kind, db: Db) -> None:
+    add_jobs(db, 3)
+    add_jobs(db, 2, is_tech=False)
+    drain(kind, rows=2)
+    db.execute("UPDATE jobs SET description = 'new' WHERE id = (SELECT min(id) FROM jobs)")
+    assert dict(rows(db, "SELECT state, rows FROM embed_assets.status_jobs()")) == {"due": 1, "fresh": 2, "excluded": 2}
