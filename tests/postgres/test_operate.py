@@ -69,7 +69,7 @@ def test_a_transient_dead_letter_comes_back_at_the_next_reconcile(db, kind, embe
     assert status(kind) == {"fresh": 1}
 
 
-@pytest.mark.ids("C-41")
+@pytest.mark.ids("C-41", "C-65")
 @pytest.mark.parametrize(
     ("deaths", "hours_ago", "comes_back"),
     [
