@@ -24,7 +24,12 @@ def test_a_project_shows_five_tables_a_job_a_sensor_and_a_schedule_for_a_kind(pr
     for before, after in pairwise(keys):
         assert graph.get(after).parent_keys == {before}
     assert all(graph.get(key).description and graph.get(key).group_name for key in keys)
-    assert [sensor.name for sensor in defs.sensors or []] == ["posts_outbox", "posts_models", "posts_reembedded"]
+    of_kind = ["posts_outbox", "posts_models", "posts_reembedded", "posts_alerts"]
+    assert [sensor.name for sensor in defs.sensors or []] == [
+        *of_kind,
+        "release_failure_runs",
+        "release_canceled_runs",
+    ]
 
 
 def test_no_secret_stands_in_what_the_ui_shows_of_the_resources(project: Project) -> None:
