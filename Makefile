@@ -95,6 +95,16 @@ stress: .venv/ready
 held-snapshot: .venv/ready
 	$(BIN)/python -m bench.held_snapshot
 
+# How much faster two worker hosts are than one, each with a network, a DAGSTER_HOME and an embedding server of its own.
+.PHONY: two-hosts
+two-hosts: .venv/ready
+	$(BIN)/python -m tests.e2e.hosts
+
+# Dagster's UI in a real browser (Debian's package chromium), for some minutes; its screenshots are those of the docs.
+browser: .venv/ready
+	mkdir -p docs/images
+	BROWSER=docs/images $(BIN)/pytest tests/browser -q -x
+
 # Hostile texts and hostile answers; the test run takes a few hundred of them.
 .PHONY: fuzz
 fuzz: .venv/ready

@@ -14,7 +14,14 @@ SELECT pg_advisory_unlock(1701667428, 0);
 SELECT to_regclass('embed_assets.schema_migrations') IS NOT NULL AS exists;
 
 -- name: create_schema
-CREATE SCHEMA IF NOT EXISTS embed_assets;
+-- Looked for first: IF NOT EXISTS asks for the right to make schemas in the database even where this one is there.
+DO $$
+BEGIN
+    IF to_regnamespace('embed_assets') IS NULL THEN
+        CREATE SCHEMA embed_assets;
+    END IF;
+END
+$$;
 
 -- name: create_table
 CREATE TABLE IF NOT EXISTS embed_assets.schema_migrations (
