@@ -23,7 +23,7 @@ BEGIN
         SELECT p.oid FROM pg_proc AS p
         WHERE
             p.pronamespace = 'embed_assets'::regnamespace
-            AND p.proname IN ('search_' || kind, 'similar_to_' || kind, 'tell_search_' || kind)
+            AND p.proname IN ('search_' || kind, 'similar_to_' || kind, 'status_' || kind, 'tell_search_' || kind)
     LOOP
         EXECUTE format('DROP FUNCTION %s', made);
     END LOOP;
