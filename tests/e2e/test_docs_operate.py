@@ -40,8 +40,8 @@ def test_the_page_s_commands_show_a_dead_letter_and_say_what_they_would_take(
     CliRunner().invoke(app, ["drain", "jobs"])
     db.execute(
         "INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, status, error_code, error_class, "
-        "error_message, failures, first_failed_at, last_failed_at) SELECT 'jobs', '2', target_model_id, 'scan', 'dead', "
-        "'contract', 'contract', 'no vector', 3, now(), now() FROM embed_assets.corpora"
+        "error_message, failures, first_failed_at, last_failed_at) SELECT 'jobs', '2', target_model_id, 'scan', 'dead' "
+        ", 'contract', 'contract', 'no vector', 3, now(), now() FROM embed_assets.corpora"
     )
     said = {line: run(line) for line in commands()}
     assert said["embed-assets status jobs"].startswith("DEGRADED: 1 rows failed")
