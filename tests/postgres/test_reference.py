@@ -17,7 +17,7 @@ from embed_assets.settings import Settings
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/reference.md").read_text(encoding="utf-8")
 NAMED = {re.split(r"[( ]", name)[0] for name in re.findall(r"`([^`]+)`", PAGE)}
-INTERNAL = r"_m\d+$"  # partitions
+INTERNAL = r"_m\d+$|^tell_search_"  # partitions, trigger functions
 
 
 def said(name: str) -> bool:
