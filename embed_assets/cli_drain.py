@@ -32,14 +32,14 @@ def drain(
     """Enqueue what is stale, then embed and write wave after wave until nothing is due."""
     if watch and scope is not None:
         raise EmbedAssetsError("--watch serves every scope: leave out --scope, or drain the scope without --watch.")
-    with opened_kind(kind) as opened, until_signalled(opened.postgres) as stop:
+    with opened_kind(kind, embeds=True) as opened, until_signalled(opened.postgres) as stop:
         total = _until_empty(opened, stop, watch=watch, scan=True, allow_clear=allow_clear, scope=scope)
-        _advance(opened, stop)
+        _advance(opened, stop, watch=watch)
         while watch:
             try:
                 if opened.outbox.backlog().work or opened.outbox.stale():
                     total += _until_empty(opened, stop, watch=watch, scan=False, allow_clear=allow_clear)
-                    _advance(opened, stop)
+                    _advance(opened, stop, watch=watch)
             except EndpointTrouble as error:
                 console.explain(str(error))
             stop.sleep(WATCH_SECONDS)
@@ -110,9 +110,9 @@ def _drain(
     return total, trouble
 
 
-def _advance(kind: Kind, stop: Stop) -> None:
+def _advance(kind: Kind, stop: Stop, *, watch: bool) -> None:
     """What was loaded is indexed, and what was built beside is judged: there need be no Dagster for it."""
-    if kind.life.waiting(automatic=kind.settings.switch == "automatic"):
+    if not watch or kind.life.waiting(automatic=kind.settings.switch == "automatic"):
         with console.progress(f"index {kind.outbox.kind}") as (bar, task):
             bar.update(task, total=100)
             for line in kind.life.advance(stop, lambda part: bar.update(task, completed=100 * part)):

@@ -73,7 +73,8 @@ def rollback(kind: KindName) -> None:
     """Let search read the model of before again, at once."""
     with _life(kind) as (life, _):
         identity = life.rollback().identity
-    console.out.print(f"search reads {identity} now; set EMBED_MODEL to it, or it is frozen", markup=False)
+    console.out.print(f"search reads {identity} now", markup=False)
+    console.out.print("set EMBED_PROTOCOL, EMBED_URL and EMBED_MODEL back to it, or it is frozen")
 
 
 @models_app.command()

@@ -24,10 +24,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 
 
 @contextmanager
-def opened_kind(kind: str) -> Iterator[Kind]:
-    """The kind, assembled from the environment's settings. Raises ConfigurationError."""
+def opened_kind(kind: str, *, embeds: bool = False) -> Iterator[Kind]:
+    """The kind, assembled from the environment's settings; see `open_kind`. Raises ConfigurationError."""
     settings = load_settings()
-    opened = open_kind(settings, find_corpus(settings, kind))
+    opened = open_kind(settings, find_corpus(settings, kind), embeds=embeds)
     try:
         yield opened
     finally:

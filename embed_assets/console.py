@@ -136,7 +136,8 @@ def models_table(models: Sequence[tuple[Model, IndexState]]) -> Table:
         state = f"{model.state} since {since:%Y-%m-%d %H:%M}" if since else model.state
         built = "ready" if index.valid else f"building, {index.done:.0%}" if index.building else "none"
         table.add_row(
-            model.identity, str(model.dimensions), state, str(model.stamped), built, "" if model.active else model.unmet
+            *(model.identity, str(model.dimensions), state, str(model.stamped), built),
+            model.unmet if model.state == "building" else "",
         )
     return table
 

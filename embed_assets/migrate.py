@@ -95,8 +95,9 @@ def _apply(connection: psycopg.Connection[Row], files: list[Migration]) -> list[
     for migration in files:
         if (checksum := done.get(migration.number)) and checksum != migration.checksum:
             raise ConfigurationError(
-                f"Migration {migration.number:04} ({migration.name}) was edited after it had been applied. Restore "
-                "the file as it was and put the change into a new migration."
+                f"Migration {migration.number:04} ({migration.name}) was edited after it had been applied: "
+                "this database was made by another version. Restore the file and put the change into a new migration; "
+                "or, where nothing in schema embed_assets is to be kept, drop it, and it is made and filled anew."
             )
     if done and max(done) > len(files):
         raise ConfigurationError(

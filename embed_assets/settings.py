@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -116,6 +118,18 @@ class Settings(BaseSettings):
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         return None if value == "" else value
+
+    @field_validator("database_url", mode="after")
+    @classmethod
+    def _is_an_address(cls, value: SecretStr | None) -> SecretStr | None:
+        try:
+            conninfo_to_dict(value.get_secret_value() if value else "")
+        except ProgrammingError:
+            raise ValueError(
+                "this is no address of Postgres; write postgresql://user:password@host/database, with what is special "
+                "in the password escaped (% as %25, @ as %40)"
+            ) from None
+        return value
 
     @field_validator(*FLOORS, mode="after")
     @classmethod

@@ -7,9 +7,10 @@ What does not belong here: reading a project's own modules (`definitions.py` doe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
-from dagster import Definitions, in_process_executor
+from dagster import BetaWarning, Definitions, in_process_executor
 
 from embed_assets.corpus import TableCorpus
 from embed_assets.defs import (
@@ -56,7 +57,13 @@ def build_definitions(
 
     `settings` default to the environment's; `embedder` stands in for the one they name. Raises ConfigurationError.
     """
-    opened = OpenKinds(settings or load_settings(), corpora, embedder)
+    with warnings.catch_warnings():
+        # What Dagster calls beta it uses itself for every sensor; nobody who runs us can do anything about it.
+        warnings.simplefilter("ignore", BetaWarning)
+        return _definitions(OpenKinds(settings or load_settings(), corpora, embedder))
+
+
+def _definitions(opened: OpenKinds) -> Definitions:
     kinds = opened.registry.kinds
     drains = {kind: jobs.drain(kind) for kind in kinds}
     advances = {kind: models.advance(kind) for kind in kinds}

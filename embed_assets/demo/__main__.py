@@ -7,6 +7,7 @@ shuts the embedded server down.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,7 +27,8 @@ SHOWN = 2
 
 
 def main() -> int:
-    settings = load_settings()
+    settings = load_settings(corpora="embed_assets.corpora.jobs:jobs")
+    os.environ["EMBED_CORPORA"] = settings.corpora  # what the processes of the UI load too
     started = time.monotonic()
     try:
         _load(settings)

@@ -36,6 +36,7 @@ ADVICE = {
     "http_400": "It refuses even a harmless text: check EMBED_PROTOCOL and EMBED_MODEL.",
     "http_422": "It refuses even a harmless text: check EMBED_PROTOCOL and EMBED_MODEL.",
     "untrusted_certificate": "Nobody known has signed its certificate: check EMBED_CA_BUNDLE.",
+    "connect": "Nothing answers at that address: check EMBED_URL, and that the server runs.",
     "wrong_width": "It serves another width than the vectors have: check EMBED_MODEL and EMBED_DIMENSIONS.",
     "model_changed": "It says it serves another model than before: set EMBED_MODEL to that one, so that "
     "everything is embedded anew; or, if it is the same under another name, run the job reset_endpoint.",

@@ -183,7 +183,7 @@ def _checked(url: str) -> str:
     except httpx.InvalidURL:
         parsed = httpx.URL("")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigurationError("EMBED_URL is not an http or https address")
+        raise ConfigurationError("EMBED_URL is not an http or https address: write it like http://host:port/embed")
     return url
 
 

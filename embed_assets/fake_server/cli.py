@@ -66,7 +66,12 @@ def fake_server(
         warming_seconds=warming,
         api_key=os.environ.get(KEY),
     )
-    _serve(server)
+    try:
+        _serve(server)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Port {port} of {host} cannot be used ({error.strerror}). Choose another with --port; 0 takes a free one."
+        ) from None
 
 
 def _serve(server: FakeServer) -> None:

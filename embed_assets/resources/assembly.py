@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -128,16 +131,32 @@ def load_registry(settings: Settings) -> Registry:
 
 
 def _load(name: str) -> TableCorpus:
-    module, _, attribute = name.partition(":")
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise DeclarationError(f"EMBED_CORPORA names '{name}'. Write it as package.module:name.")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # a module beside the user, as `python -m` finds it
     try:
         corpus = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except DeclarationError:
+        raise
+    except ModuleNotFoundError as error:
         raise DeclarationError(
-            f"EMBED_CORPORA names '{name}', which cannot be imported: {error}. Write it as package.module:name."
+            f"EMBED_CORPORA names '{name}', which cannot be imported: {error}. It is looked for in the current folder, "
+            "in PYTHONPATH and among what is installed."
+        ) from None
+    except Exception as error:  # whatever the user's own module does when it is read
+        raise DeclarationError(
+            f"EMBED_CORPORA names '{name}', which cannot be imported: {type(error).__name__}: {error}{_where(error)}."
         ) from None
     if not isinstance(corpus, TableCorpus):
         raise DeclarationError(f"EMBED_CORPORA names '{name}', which is no TableCorpus but {type(corpus).__name__}.")
     return corpus
+
+
+def _where(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def open_kind(
@@ -147,10 +166,13 @@ def open_kind(
     url: str | None = None,
     embedder: Embedder | None = None,
     active_embedder: Embedder | None = None,
+    embeds: bool = True,
 ) -> Kind:
     """Migrate, check the declaration, make what is missing, and assemble. `embedder` stands in for the settings'.
 
-    Raises ConfigurationError (DeclarationError for the declaration) before anything of the kind is made.
+    `embeds` makes the settings' model the target. Who only looks or operates takes the target as it stands: a slip in
+    a variable must not give up a model that is being built. Raises ConfigurationError (DeclarationError for the
+    declaration) before anything of the kind is made.
     """
     url = url or database_url(settings)
     migrate(url)
@@ -158,13 +180,18 @@ def open_kind(
     bound = bind(postgres, as_sent(corpus, settings))
     embedder = embedder or make_embedder(settings, shared=Endpoint(postgres, settings))
     make_tables(postgres, bound)
+    if not embeds and (target := postgres.one("corpus.identity_of_target", {"kind": corpus.kind})):
+        endpoint = Endpoint(postgres, settings)
+        standing = Maintained(target["id"], target["identity"], settings, bound.corpus, embedder, endpoint)
+        return assemble(settings, postgres, bound, [standing])
     active = _active(settings, postgres, corpus, active_embedder)
     try:
         model = maintained(settings, postgres, bound, corpus, embedder)
-    except RetiredModel:
+    except RetiredModel as retired:
         embedder.close()
         if active is None:
             raise
+        logger.warning("%s. Only the active model is kept fresh, by EMBED_ACTIVE_*", retired)
         return assemble(settings, postgres, bound, [active])
     if active is None or active.model_id == model.model_id:
         return assemble(settings, postgres, bound, [model])

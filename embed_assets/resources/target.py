@@ -5,6 +5,7 @@ What does not belong here: what becomes of a target (`model_life`).
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from psycopg import Cursor
@@ -14,6 +15,8 @@ from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.tables import maintainer, make_partition
+
+logger = logging.getLogger(__name__)
 
 
 class RetiredModel(ConfigurationError):
@@ -34,7 +37,8 @@ def make_model(postgres: Postgres, bound: BoundCorpus, identity: str, dimensions
     if standing["retired_at"]:
         raise RetiredModel(
             f"The model {identity} of '{bound.kind}' was retired on {standing['retired_at']:%Y-%m-%d %H:%M} UTC. Set "
-            f"EMBED_MODEL to the active one, or allow it again: embed-assets admit {bound.kind} '{identity}'"
+            "EMBED_PROTOCOL and EMBED_MODEL back to those of the active one (see 'embed-assets models'), or allow it "
+            f"again: embed-assets admit {bound.kind} '{identity}'"
         )
     make_partition(postgres, bound, model_id, dimensions)
     postgres.execute("models.add_corpus_model", ids)
@@ -62,4 +66,5 @@ def make_target(cursor: Cursor[Row], ids: dict[str, Any]) -> None:
     cursor.execute(query("models.lock_kind"), ids)
     cursor.execute(query("models.set_target"), ids)
     for row in cursor.execute(query("models.retire_unfinished"), ids).fetchall():
+        logger.warning("%s: model %s, which was being built, is given up for another", ids["kind"], row["model_id"])
         cursor.execute(query("models.supersede"), ids | row)

@@ -66,6 +66,11 @@ INSERT INTO embed_assets.embedding_models (identity, dimensions)
 VALUES (%(identity)s, %(dimensions)s)
 ON CONFLICT (identity) DO NOTHING;
 
+-- name: identity_of_target
+SELECT m.id, m.identity, m.dimensions
+FROM embed_assets.corpora AS c INNER JOIN embed_assets.embedding_models AS m ON m.id = c.target_model_id
+WHERE c.kind = %(kind)s;
+
 -- name: identity_of_active
 SELECT m.id, m.identity, m.dimensions
 FROM embed_assets.corpora AS c INNER JOIN embed_assets.embedding_models AS m ON m.id = c.active_model_id

@@ -36,7 +36,7 @@ WHERE kind = %(kind)s AND target_model_id IS DISTINCT FROM %(model_id)s;
 -- name: retire_unfinished
 -- A target that is given up before search read it.
 UPDATE embed_assets.corpus_models AS m
-SET retired_at = clock_timestamp()
+SET retired_at = clock_timestamp(), unmet = NULL
 FROM embed_assets.corpora AS c
 WHERE
     m.kind = %(kind)s AND c.kind = m.kind AND m.retired_at IS NULL
@@ -87,7 +87,7 @@ SET
 WHERE kind = %(kind)s;
 
 -- name: retire
-UPDATE embed_assets.corpus_models SET retired_at = clock_timestamp()
+UPDATE embed_assets.corpus_models SET retired_at = clock_timestamp(), unmet = NULL
 WHERE kind = %(kind)s AND model_id = %(model_id)s AND retired_at IS NULL;
 
 -- name: unretire
@@ -263,7 +263,7 @@ CROSS JOIN LATERAL (
 ) AS loaded
 WHERE
     c.kind = %(kind)s AND m.retired_at IS NULL
-    AND (NOT m.index_ready OR (%(automatic)s AND m.model_id <> c.active_model_id))
+    AND (NOT m.index_ready OR ((%(automatic)s OR m.unmet IS NOT NULL) AND m.model_id <> c.active_model_id))
     AND loaded.stamps > 0
     AND (
         SELECT count(*) FROM (

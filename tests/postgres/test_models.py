@@ -294,6 +294,17 @@ def test_an_operator_s_switch_waits_for_the_operator(
     drain(beside)
     by_hand.life.advance(Stop())
     assert by_hand.life.models()[-1].state == "building"
+    job = add_job(db, "<p>poison</p>")
+    wide.reject = lambda text: InputRejected("no") if "poison" in text else None
+    drain(by_hand)
+    by_hand.life.advance(Stop())
+    assert "are dead" in (by_hand.life.models()[-1].unmet or "")
+    db.execute("UPDATE jobs SET description = 'mended' WHERE id = %s", (job,))
+    drain(by_hand)
+    db.execute("UPDATE embed_assets.corpus_models SET judged_at = judged_at - interval '1 minute'")
+    assert by_hand.life.waiting(automatic=False), "what was unmet may be met by now"
+    by_hand.life.advance(Stop())
+    assert by_hand.life.models()[-1].unmet is None
     assert not by_hand.life.waiting(automatic=False)
     assert by_hand.life.switch().identity == by_hand.identity
     assert by_hand.life.models()[-1].active
@@ -409,11 +420,23 @@ def test_a_process_whose_model_was_retired_neither_starts_nor_enqueues(
     with pytest.raises(ConfigurationError, match="that this process was started with is retired"):
         enqueue(kind)
     assert rows(db, ENTRIES) == []
-    with pytest.raises(RetiredModel, match=r"was retired on .* UTC. Set EMBED_MODEL to the active one"):
+    with pytest.raises(
+        RetiredModel, match=r"was retired on .* UTC. Set EMBED_PROTOCOL and EMBED_MODEL back to those of the active one"
+    ):
         make_kind()
     assert value(db, SWITCHED) == (beside.model_id, kind.model_id, beside.model_id)
     drain(beside)
     assert {model for model, _ in rows(db, ENTRIES)} == set()
+
+
+def test_who_only_looks_names_no_target_and_gives_up_none(kind: Kind, beside: Kind, db: Db, database_url: str) -> None:
+    enqueue(beside)
+    before = value(db, SWITCHED), rows(db, ENTRIES)
+    slip = Settings(protocol="tei", url="http://127.0.0.1:9/embed", model="a slip", dimensions=9)
+    with closing(open_kind(slip, jobs, url=database_url, embeds=False)) as looking:
+        assert looking.identity == beside.identity
+        assert looking.outbox.status(looking.identity).total == 6
+    assert (value(db, SWITCHED), rows(db, ENTRIES)) == before
 
 
 def test_an_operator_may_abandon_what_is_built_and_admit_it_again(

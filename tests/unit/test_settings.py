@@ -105,9 +105,20 @@ def test_each_number_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
 def test_each_text_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatch, name: str):
-    settings = set_all(monkeypatch, **{name: "some/where"})
+    given = "postgresql://some/where" if name == "DATABASE_URL" else "some/where"
+    settings = set_all(monkeypatch, **{name: given})
     field = "database_url" if name == "DATABASE_URL" else name.removeprefix("EMBED_").lower()
-    assert str(plain(getattr(settings, field))) == "some/where"
+    assert str(plain(getattr(settings, field))) == given
+
+
+NO_ADDRESSES = ["mysql://u:hunter2@h/d", "postgresql+psycopg://u:hunter2@h/d", "postgresql://u:hun%ter2@h/d", "hunter2"]
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
+def test_what_is_no_address_of_postgres_is_refused_without_showing_it(monkeypatch: pytest.MonkeyPatch, url: str):
+    with pytest.raises(ConfigurationError, match=r"DATABASE_URL: .*no address of postgres") as caught:
+        set_all(monkeypatch, DATABASE_URL=url)
+    assert "ter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(WORDS))
@@ -239,7 +250,7 @@ def test_a_model_over_http_must_have_a_name(protocol: str):
     [
         ("no.such.module:jobs", "names 'no.such.module:jobs', which cannot be imported"),
         ("embed_assets.corpora.jobs:nobody", "names 'embed_assets.corpora.jobs:nobody', which cannot be imported"),
-        ("embed_assets.corpora.jobs", "which cannot be imported"),
+        ("embed_assets.corpora.jobs", "Write it as package.module:name"),
         (":", "which cannot be imported"),
         ("embed_assets.corpora.jobs:TableCorpus", "which is no TableCorpus but type"),
         ("embed_assets.corpora.jobs:jobs, embed_assets.corpora.jobs:jobs", "'jobs' is declared twice"),
