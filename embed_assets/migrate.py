@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +54,27 @@ def migrate(url: str, *, folder: Path | None = None) -> list[str]:
     """
     with connect(url, "embed_assets migrate", autocommit=True) as connection:
         check_server(connection)
-        connection.execute(query("migrate.lock"))
+        files = migrations(folder)
         try:
-            return _apply(connection, migrations(folder))
+            if not _fresh(connection, files):
+                return []
+            with _locked(connection):
+                return _apply(connection, files)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"The database role may not migrate: {error.diag.message_primary}. Run 'embed-assets migrate' once "
                 "with a role that may create schemas and extensions, or grant CREATE on the database."
             ) from None
-        finally:
-            connection.execute(query("migrate.unlock"))
+
+
+@contextmanager
+def _locked(connection: psycopg.Connection[Row]) -> Iterator[None]:
+    """A session's lock, which a transaction pooler would leave behind: only who has something to apply takes it."""
+    connection.execute(query("migrate.lock"))
+    try:
+        yield
+    finally:
+        connection.execute(query("migrate.unlock"))
 
 
 def check_server(connection: psycopg.Connection[Row]) -> None:
@@ -90,7 +103,8 @@ def _value(connection: psycopg.Connection[Row], name: str) -> Any:
     return next(iter(row.values())) if row else None
 
 
-def _apply(connection: psycopg.Connection[Row], files: list[Migration]) -> list[str]:
+def _fresh(connection: psycopg.Connection[Row], files: list[Migration]) -> list[Migration]:
+    """Those that are not applied yet. Raises ConfigurationError for what cannot be continued."""
     done = _applied(connection)
     for migration in files:
         if (checksum := done.get(migration.number)) and checksum != migration.checksum:
@@ -103,7 +117,11 @@ def _apply(connection: psycopg.Connection[Row], files: list[Migration]) -> list[
         raise ConfigurationError(
             f"The database is at migration {max(done):04}, newer than this version of embed_assets knows. Upgrade it."
         )
-    fresh = [migration for migration in files if migration.number not in done]
+    return [migration for migration in files if migration.number not in done]
+
+
+def _apply(connection: psycopg.Connection[Row], files: list[Migration]) -> list[str]:
+    fresh = _fresh(connection, files)
     for migration in fresh:
         with connection.transaction():
             connection.execute(query("migrate.create_schema"))

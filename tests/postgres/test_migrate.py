@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from postgres.support import Db, rows, until_true, value
+from postgres.support import Db, rows, until_true, value, waits_for_advisory
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -91,6 +91,21 @@ def test_two_at_once_wait_for_each_other_and_apply_each_file_once(empty: Db, emp
         empty.execute("SELECT pg_advisory_unlock(1701667428, 0)")
         assert sorted(future.result(timeout=30) for future in both) == [[], ["0001_table", "0002_column"]]
     assert columns(empty) == ["id", "name"]
+
+
+def test_where_nothing_is_to_be_applied_no_lock_is_taken(empty: Db, empty_url: str, folder: Path):
+    migrate(empty_url, folder=folder)
+    empty.execute("SELECT pg_advisory_lock(1701667428, 0)")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(migrate, empty_url, folder=folder)
+            until_true(lambda: again.done() or waits_for_advisory(empty, 0), "neither done nor waiting")
+            done = again.done()
+            empty.execute("SELECT pg_advisory_unlock(1701667428, 0)")
+    finally:
+        empty.execute("SELECT pg_advisory_unlock_all()")
+    assert done
+    assert again.result() == []
 
 
 def test_a_failing_migration_leaves_nothing_of_itself_and_keeps_those_before_it(
