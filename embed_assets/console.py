@@ -13,7 +13,7 @@ from rich.table import Table
 
 from embed_assets.load import LoadReport
 from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
-from embed_assets.resources.model_life import Model, Standing
+from embed_assets.resources.model_gates import Model, Standing
 from embed_assets.resources.operator import DeadLetters, Latency
 from embed_assets.resources.similar_store import Refreshed
 from embed_assets.resources.vector_index import IndexState

@@ -15,7 +15,7 @@ from psycopg import errors
 
 from embed_assets.errors import DatabaseTrouble
 from embed_assets.queries import query
-from embed_assets.resources.model_life import Model
+from embed_assets.resources.model_gates import Model
 from embed_assets.resources.operating import Operating
 from embed_assets.resources.operator import Operator
 from embed_assets.resources.outbox import BACKLOG_LIMIT, Outbox

@@ -20,7 +20,8 @@ from embed_assets.queries import query
 from embed_assets.resources.assembly import as_sent, database_url
 from embed_assets.resources.declaration import BoundCorpus, bind
 from embed_assets.resources.embedder import endpoint_key
-from embed_assets.resources.model_life import Model, ModelLife
+from embed_assets.resources.model_gates import Model
+from embed_assets.resources.model_life import ModelLife
 from embed_assets.resources.operator import DeadLetters, Operator
 from embed_assets.resources.outbox import Outbox
 from embed_assets.resources.postgres import STATEMENT_TIMEOUT, Postgres

@@ -78,5 +78,7 @@ def _create_and_attach(cursor: psycopg.Cursor[Row], bound: BoundCorpus, model_id
         "create_partition_hash_index",
     ):
         cursor.execute(query(f"chunks.{step}", **parts))
+    # What stamps say of a partition of before is true of it no more.
+    cursor.execute(query("models.forget_all_stamps"), {"kind": bound.kind, "model_id": model_id})
     make_triggers(cursor, bound, bound.partition(model_id))
     cursor.execute(query("chunks.attach_partition", **parts))

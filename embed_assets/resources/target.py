@@ -33,18 +33,30 @@ def make_model(postgres: Postgres, bound: BoundCorpus, identity: str, dimensions
     model_id = _model_id(postgres, identity, dimensions)
     ids = {"kind": bound.kind, "model_id": model_id}
     standing = postgres.one("models.standing", ids)
-    assert standing is not None
-    if standing["retired_at"]:
+    _refuse_retired(standing, bound, identity)
+    make_partition(postgres, bound, model_id, dimensions)
+    if standing is None or standing["dropped"] or not (standing["active"] or standing["target"]):
+        postgres.retrying(lambda cursor: _admit(cursor, ids, bound, identity))
+    return model_id
+
+
+def _admit(cursor: Cursor[Row], ids: dict[str, Any], bound: BoundCorpus, identity: str) -> None:
+    """Under the kind's lock, where nobody retires it meanwhile: two that start at once come one after the other."""
+    locked(cursor, bound.kind)
+    standing = cursor.execute(query("models.standing"), ids).fetchone()
+    _refuse_retired(standing, bound, identity)
+    cursor.execute(query("models.add_corpus_model"), ids)
+    if standing is None or not (standing["active"] or standing["target"]):
+        make_target(cursor, ids)
+
+
+def _refuse_retired(standing: Row | None, bound: BoundCorpus, identity: str) -> None:
+    if standing and standing["retired_at"]:
         raise RetiredModel(
             f"The model {identity} of '{bound.kind}' was retired on {standing['retired_at']:%Y-%m-%d %H:%M} UTC. Set "
             "EMBED_PROTOCOL and EMBED_MODEL back to those of the active one (see 'embed-assets models'), or allow it "
             f"again: embed-assets admit {bound.kind} '{identity}'"
         )
-    make_partition(postgres, bound, model_id, dimensions)
-    postgres.execute("models.add_corpus_model", ids)
-    if not (standing["active"] or standing["target"]):
-        postgres.retrying(lambda cursor: make_target(cursor, ids))
-    return model_id
 
 
 def _model_id(postgres: Postgres, identity: str, dimensions: int) -> int:
@@ -61,9 +73,16 @@ def _model_id(postgres: Postgres, identity: str, dimensions: int) -> int:
     return int(row["id"])
 
 
+def locked(cursor: Cursor[Row], kind: str) -> Row:
+    """The kind's active, previous and target model, read once its exclusive lock is had and nobody changes them."""
+    cursor.execute(query("models.lock_kind"), {"kind": kind})
+    row = cursor.execute(query("models.standing_of"), {"kind": kind}).fetchone()
+    assert row is not None
+    return row
+
+
 def make_target(cursor: Cursor[Row], ids: dict[str, Any]) -> None:
-    """The former target, if search never read it, is retired, and its entries leave."""
-    cursor.execute(query("models.lock_kind"), ids)
+    """Under the kind's lock. The former target, if search never read it, is retired, and its entries leave."""
     cursor.execute(query("models.set_target"), ids)
     for row in cursor.execute(query("models.retire_unfinished"), ids).fetchall():
         logger.warning("%s: model %s, which was being built, is given up for another", ids["kind"], row["model_id"])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from psycopg import Cursor, sql
+from psycopg import Connection, Cursor, sql
 
 from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
@@ -98,21 +98,28 @@ class VectorIndex:
         Takes as long as it takes: no statement time-out; reads and writes go on. `progress` is told each second how
         far it is, 0 to 1. Raises Cancelled, and leaves an invalid index that the next build drops.
         """
-        state = self.state()
-        if state.building:
-            return False
-        if not state.valid:
-            started = time.monotonic()
-            with self._told(progress), self._postgres.session() as connection:
-                connection.execute(query("models.index_memory"), {"bytes": MEMORY_BYTES})
-                if state.present:
-                    logger.warning("%s was left half built: built anew", self._name)
-                    connection.execute(query("models.drop_index", **self._fragments))
-                connection.execute(query("models.create_index", **self._fragments))
-                connection.execute(query("models.analyze", **self._fragments))
-            logger.info("%s is built, %.0f s", self._name, time.monotonic() - started)
-        self._postgres.execute("models.index_is_ready", {**self._ids, "ready": True})
-        return True
+        with self._postgres.session() as connection:
+            row = connection.execute(query("models.try_to_build"), self._names).fetchone()
+            state = self.state()
+            if not (row and row["mine"]) or state.building:
+                return False
+            if not state.valid:
+                self._build(connection, state, progress)
+        valid = self.state().valid
+        if valid:
+            self._postgres.execute("models.index_is_ready", {**self._ids, "ready": True})
+        return valid
+
+    def _build(self, connection: Connection[Row], state: IndexState, progress: Progress) -> None:
+        started = time.monotonic()
+        with self._told(progress):
+            connection.execute(query("models.index_memory"), {"bytes": MEMORY_BYTES})
+            if state.present:
+                logger.warning("%s was left half built: built anew", self._name)
+                connection.execute(query("models.drop_index", **self._fragments))
+            connection.execute(query("models.create_index", **self._fragments))
+            connection.execute(query("models.analyze", **self._fragments))
+        logger.info("%s is built, %.0f s", self._name, time.monotonic() - started)
 
     @contextmanager
     def _told(self, progress: Progress) -> Iterator[None]:

@@ -6,17 +6,21 @@
 SELECT
     coalesce(c.active_model_id = %(model_id)s, FALSE) AS active,
     coalesce(c.target_model_id = %(model_id)s, FALSE) AS target,
-    cm.retired_at
+    cm.retired_at,
+    coalesce(cm.dropped_at IS NOT NULL, TRUE) AS dropped
 FROM embed_assets.corpora AS c
 LEFT JOIN embed_assets.corpus_models AS cm ON cm.kind = c.kind AND cm.model_id = %(model_id)s
 WHERE c.kind = %(kind)s;
 
 -- name: lock_kind
--- Switch, rollback and a new target wait for the writes under way, and every later write waits for them.
+-- Switch, rollback, a new target and a drop wait for the writes under way, and every later write waits for them. A
+-- statement of its own: what it would read beside the lock is of the time before it had the lock.
+SELECT pg_advisory_xact_lock(1701667428, c.lock_id) AS held
+FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
+
+-- name: standing_of
 SELECT c.active_model_id, c.previous_model_id, c.target_model_id
-FROM embed_assets.corpora AS c
-CROSS JOIN LATERAL pg_advisory_xact_lock(1701667428, c.lock_id)
-WHERE c.kind = %(kind)s;
+FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
 
 -- name: add_corpus_model
 INSERT INTO embed_assets.corpus_models (kind, model_id)
@@ -218,14 +222,37 @@ UPDATE embed_assets.corpus_models SET judged_at = clock_timestamp(), unmet = %(u
 WHERE kind = %(kind)s AND model_id = %(model_id)s;
 
 -- name: to_drop
--- Retired for so many days: its partition may go. Never the active one, never the target.
+-- Retired for so many days: its partition may go. Never the active one, never the target. Asked once more under the
+-- kind's lock, of one model.
 SELECT cm.model_id
 FROM embed_assets.corpus_models AS cm INNER JOIN embed_assets.corpora AS c ON c.kind = cm.kind
 WHERE
     cm.kind = %(kind)s AND cm.dropped_at IS NULL
     AND cm.retired_at <= clock_timestamp() - %(days)s * interval '1 day'
     AND cm.model_id IS DISTINCT FROM c.active_model_id AND cm.model_id IS DISTINCT FROM c.target_model_id
+    AND (cm.model_id = %(model_id)s OR %(model_id)s::integer IS NULL)
 ORDER BY cm.model_id;
+
+-- name: dropped_with_stamps
+-- Dropped by a process that died before it had forgotten what the partition held.
+SELECT cm.model_id FROM embed_assets.corpus_models AS cm
+WHERE
+    cm.kind = %(kind)s AND cm.dropped_at IS NOT NULL
+    AND EXISTS (SELECT FROM embed_assets.semantic_stamps AS s WHERE s.kind = cm.kind AND s.model_id = cm.model_id)
+ORDER BY cm.model_id;
+
+-- name: forget_all_stamps
+DELETE FROM embed_assets.semantic_stamps WHERE kind = %(kind)s AND model_id = %(model_id)s;
+
+-- name: holds_chunks
+SELECT EXISTS (
+    SELECT FROM embed_assets.semantic_stamps
+    WHERE kind = %(kind)s AND model_id = %(model_id)s AND chunk_count > 0
+) AS stamped;
+
+-- name: try_to_build
+-- One builder for each partition: two at once would wait for each other. Held by the session that builds.
+SELECT pg_try_advisory_lock(1701667430, (to_regclass(%(partition)s)::oid::bigint - 2147483648)::integer) AS mine;
 
 -- name: drop_partition
 DROP TABLE IF EXISTS {partition};

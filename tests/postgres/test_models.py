@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -330,15 +330,15 @@ def test_a_switch_waits_for_the_write_under_way_and_a_later_write_for_the_switch
             "SELECT pg_advisory_xact_lock_shared(1701667428, lock_id) FROM embed_assets.corpora WHERE kind = 'jobs'"
         )
         switched = pool.submit(beside.life.switch)
-        until_true(lambda: _waits_for_the_kind(db), "the switch did not wait for the write")
+        until_true(lambda: _waiting_for_the_kind(db) > 0, "the switch did not wait for the write")
         assert found(beside, "x", wide, HashEmbedder())
         writer.execute("COMMIT")
         switched.result(timeout=30)
     assert beside.chunks.write(wave).removed == (1 if wave.model_id == beside.model_id else 0)
 
 
-def _waits_for_the_kind(db: Db) -> bool:
-    return bool(
+def _waiting_for_the_kind(db: Db) -> int:
+    return int(
         value(
             db,
             "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = 1701667428 AND NOT granted "
@@ -384,6 +384,66 @@ def test_a_rollback_gives_the_old_answers_at_once_without_the_rows_that_were_clo
     assert [model.state for model in kind.life.models()] == ["active", "retired"]
     beside.life.rollback()
     assert value(db, SWITCHED) == (beside.model_id, kind.model_id, beside.model_id)
+
+
+@contextmanager
+def writing(url: str) -> Iterator[None]:
+    """Somebody's write is under way for as long as the block lasts."""
+    with connect(url) as writer:
+        writer.execute("BEGIN")
+        writer.execute("SELECT pg_advisory_xact_lock_shared(1701667428, lock_id) FROM embed_assets.corpora")
+        yield
+        writer.execute("COMMIT")
+
+
+def test_of_two_switches_at_once_one_is_made_and_the_other_says_so(
+    kind: Kind, beside: Kind, db: Db, database_url: str
+) -> None:
+    drain(beside)
+    beside.life.index_of(beside.life.models()[-1]).build()
+    with ThreadPoolExecutor(2) as pool:
+        with writing(database_url):
+            both = [pool.submit(beside.life.switch) for _ in range(2)]
+            until_true(lambda: _waiting_for_the_kind(db) == 2, "a switch did not wait for the write")
+        failed = [error for one in both if (error := one.exception(timeout=30))]
+    assert [type(error) for error in failed] == [NotReady]
+    assert value(db, SWITCHED) == (beside.model_id, kind.model_id, beside.model_id)
+    beside.life.rollback()
+    assert value(db, SWITCHED) == (kind.model_id, beside.model_id, kind.model_id)
+
+
+def test_what_was_abandoned_while_it_was_judged_is_not_switched_to(
+    kind: Kind, beside: Kind, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain(beside)
+    judge = type(beside.life)._judge
+
+    def abandoned(life: Any, model: Any, stop: Stop) -> str | None:
+        unmet = judge(life, model, stop)
+        kind.life.abandon()
+        return unmet
+
+    monkeypatch.setattr(type(beside.life), "_judge", abandoned)
+    with pytest.raises(NotReady, match="is not what it was a moment ago"):
+        beside.life.switch()
+    assert value(db, SWITCHED) == (kind.model_id, None, kind.model_id)
+    assert [model.state for model in kind.life.models()] == ["active", "retired"]
+
+
+def test_two_new_models_that_start_at_once_leave_a_target_that_is_not_retired(
+    kind: Kind, db: Db, database_url: str, make_kind: KindMaker
+) -> None:
+    names = ("one", "two", "three")
+    with ThreadPoolExecutor(3) as pool:
+        with writing(database_url):
+            starts = [pool.submit(make_kind, embedder=HashEmbedder(8, identity=name)) for name in names]
+            until_true(lambda: _waiting_for_the_kind(db) == 3, "a start did not wait for the write")
+        made = [one.result(timeout=30) for one in starts]
+    target = value(db, "SELECT target_model_id FROM embed_assets.corpora")
+    (winner,) = (one for one in made if one.model_id == target)
+    assert [model.state for model in winner.life.models() if model.model_id == target] == ["building"]
+    add_jobs(db, 2)
+    assert drain(winner).indexed == 2
 
 
 # Who may start with which model
@@ -492,6 +552,51 @@ def test_a_retired_partition_is_dropped_after_its_days_and_holds_up_no_search_an
     beside.life.admit(kind.identity)
 
 
+def test_what_was_rolled_back_to_meanwhile_is_not_dropped(
+    kind: Kind, beside: Kind, db: Db, database_url: str, embedder: HashEmbedder
+) -> None:
+    drain(beside)
+    beside.life.switch()
+    with connect(database_url) as searcher, ThreadPoolExecutor(1) as pool:
+        searcher.execute("BEGIN")
+        searcher.execute("SELECT count(*) FROM embed_assets.job_semantic_chunks")
+        dropping = pool.submit(lambda: beside.life.drop_retired(days=0, stop=Stop()))
+        until_true(lambda: _waits_for_a_table(db), "nobody tries to drop the partition")
+        kind.life.rollback()
+        searcher.execute("ROLLBACK")
+        assert dropping.result(timeout=60) == []
+    assert len(found(kind, "x", embedder)) == 6
+
+
+def _waits_for_a_table(db: Db) -> bool:
+    return bool(value(db, "SELECT count(*) FROM pg_locks WHERE locktype = 'relation' AND NOT granted"))
+
+
+def test_killed_after_the_drop_what_it_had_not_forgotten_is_not_believed(
+    kind: Kind, beside: Kind, db: Db, make_kind: KindMaker
+) -> None:
+    drain(beside)
+    beside.life.switch()
+    assert beside.life._drop(kind.model_id, 0, Stop())
+    assert value(db, "SELECT count(*) FROM embed_assets.semantic_stamps WHERE model_id = %s", kind.model_id) == 6
+    beside.life.admit(kind.identity)
+    again = make_kind()
+    assert "6 rows that search finds now are not embedded yet" in " ".join(again.life.advance(Stop()))
+    assert drain(again).indexed == 6
+    again.life.switch()
+    again.life.drop_retired(days=0, stop=Stop())
+    db.execute("UPDATE embed_assets.semantic_stamps SET model_id = %s", (beside.model_id,))
+    again.life.drop_retired(days=0, stop=Stop())
+    assert value(db, "SELECT count(*) FROM embed_assets.semantic_stamps") == 0
+
+
+def test_stamps_without_a_chunk_open_no_gate(kind: Kind, beside: Kind, db: Db) -> None:
+    drain(beside)
+    db.execute("DELETE FROM embed_assets.job_semantic_chunks WHERE model_id = %s", (beside.model_id,))
+    with pytest.raises(NotReady, match="its partition holds no chunk"):
+        beside.life.switch()
+
+
 def test_purging_drops_what_was_retired_long_ago(kind: Kind, beside: Kind, db: Db) -> None:
     drain(beside)
     beside.life.switch()
@@ -525,6 +630,20 @@ def test_what_a_dead_process_left_half_built_is_dropped_and_built_anew(kind: Kin
     assert (index.state().present, index.state().valid) == (True, False)
     assert kind.life.advance(Stop()) == [f"{kind.identity}: indexed"]
     assert index.state().valid
+
+
+def test_two_never_build_one_index_at_once(kind: Kind, db: Db, database_url: str) -> None:
+    add_jobs(db, 3)
+    drain(kind)
+    index = kind.life.index_of(kind.life.models()[0])
+    with connect(database_url) as builder:
+        builder.execute(
+            "SELECT pg_advisory_lock(1701667430, (%s::regclass::oid::bigint - 2147483648)::integer)",
+            (f"embed_assets.{kind.bound.partition_name(kind.model_id)}",),
+        )
+        assert index.build() is False
+        assert not index.state().present
+    assert index.build() is True
 
 
 def test_a_cancelled_build_ends_at_once_and_the_next_one_finishes(kind: Kind, db: Db, database_url: str) -> None:
