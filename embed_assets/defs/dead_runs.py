@@ -23,7 +23,7 @@ from embed_assets.resources.operating import operating
 
 
 def dead_runs(kinds: Sequence[str], opened: OpenKinds) -> list[SensorDefinition]:
-    """One for failed runs, one for cancelled ones, of every job of the code location."""
+    """One for failed runs, one for cancelled ones, of every job on the instance."""
     return [_released(kinds, opened, DagsterRunStatus.FAILURE), _released(kinds, opened, DagsterRunStatus.CANCELED)]
 
 
@@ -31,6 +31,7 @@ def _released(kinds: Sequence[str], opened: OpenKinds, status: DagsterRunStatus)
     @run_status_sensor(
         name=f"release_{status.value.lower()}_runs",
         run_status=status,
+        monitor_all_code_locations=True,  # else runs that a script started on this instance are not seen
         minimum_interval_seconds=30,
         default_status=DefaultSensorStatus.RUNNING,
         description=f"Ends the leases that a {status.value.lower()} run left open.",

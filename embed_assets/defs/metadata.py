@@ -1,11 +1,18 @@
-"""Metadata of the materialisations: numbers under stable keys, so that the UI charts them over time.
+"""Metadata of the materialisations: numbers under stable keys, so that the UI charts them over time; and on the chunk
+asset pictures and tables.
 
 What does not belong here: texts of rows, ids of rows, anything that grows with the number of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from dagster import MetadataValue, TableMetadataValue, TableRecord
+
+from embed_assets.defs import pictures
 from embed_assets.models import Backlog, Counts, Enqueued, Wave
+from embed_assets.resources.portrait import Portrait
 from embed_assets.resources.similar_store import Refreshed, Waiting
 
 Numbers = dict[str, int | float]
@@ -77,3 +84,24 @@ def of_similar(done: Refreshed, waiting: Waiting, *, seconds: float) -> Numbers:
         "lists_stale": waiting.stale,
         "seconds": round(seconds, 3),
     }
+
+
+def of_portrait(found: Portrait) -> dict[str, MetadataValue]:
+    """Pictures as markdown, waves and failures as tables. What could not be counted in time is not shown."""
+    shown: dict[str, MetadataValue] = {
+        "picture_of_latency": MetadataValue.md(pictures.latency(found.seconds)),
+        "picture_of_vectors": MetadataValue.md(pictures.vectors(found.points, found.groups)),
+    }
+    if found.status:
+        shown["picture_of_coverage"] = MetadataValue.md(pictures.coverage(found.status.counts))
+    if found.waves:
+        shown["table_of_waves"] = _table(found.waves)
+    if found.failures:
+        shown["table_of_failures"] = _table(
+            [{"code": f.error_code, "rows": f.rows, "what to do": f.next_step} for f in found.failures]
+        )
+    return shown
+
+
+def _table(rows: Sequence[Mapping[str, int | float | str]]) -> TableMetadataValue:
+    return MetadataValue.table([TableRecord(dict(row)) for row in rows])

@@ -19,6 +19,7 @@ from embed_assets.resources.backfill import Estimate, Progress
 from embed_assets.resources.model_life import NotReady
 from embed_assets.resources.opened import OpenKinds
 from embed_assets.resources.operating import Operating, operating
+from embed_assets.resources.portrait import Portrait, portrait
 from embed_assets.resources.postgres import STATEMENT_TIMEOUT
 from embed_assets.resources.retention import purge
 from embed_assets.resources.run import DrainRun, Report
@@ -136,6 +137,10 @@ class ChunkStoreResource(ConfigurableResource):  # type: ignore[type-arg]
             return written
 
         return self.postgres.stage(kind, work)
+
+    def portrait(self, kind: str) -> Portrait:
+        """What the asset page shows of the kind as it stands now."""
+        return self.postgres.stage(kind, lambda run: portrait(run.kind, run.run_id))
 
     def invalidations(self, kind: str) -> int:
         """How many rows wait for their neighbours to be computed again, counted up to a limit."""

@@ -236,10 +236,15 @@ class Outbox:
                 return True
         return False
 
-    def status(self, identity: str, model_id: int | None = None) -> Status:
-        """Each source row and each leftover stamp once, by state, for one model: by default the newest of ours."""
+    def status(self, identity: str, model_id: int | None = None, *, milliseconds: int | None = None) -> Status:
+        """Each source row and each leftover stamp once, by state, for one model: by default the newest of ours.
+
+        Raises QueryCanceled when it takes longer than `milliseconds`.
+        """
         statement = query("status.status", **self._bound.fragments())
         with self._postgres.transaction() as cursor:
+            if milliseconds is not None:
+                cursor.execute(query("portrait.patience"), {"milliseconds": str(milliseconds)})
             values = {"kind": self.kind, "model_id": self.models[-1] if model_id is None else model_id}
             rows = cursor.execute(statement, values).fetchall()
         return Status(self.kind, identity, {row["state"]: row["rows"] for row in rows})

@@ -78,7 +78,8 @@ def semantic_chunks(kind: str) -> AssetsDefinition:
         _speak(context, kind, report)
         if report.waves:
             seconds = time.monotonic() - started
-            yield MaterializeResult(metadata=metadata.of_writing(report.counts, waves=report.waves, seconds=seconds))
+            numbers = metadata.of_writing(report.counts, waves=report.waves, seconds=seconds)
+            yield MaterializeResult(metadata={**numbers, **metadata.of_portrait(chunk_store.portrait(kind))})
 
     return write
 
