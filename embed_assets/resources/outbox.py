@@ -227,9 +227,15 @@ class Outbox:
         return Backlog(**self._row("status.backlog", values), limit=BACKLOG_LIMIT)
 
     def stale(self) -> bool:
-        """The scan's own predicate: whether a scan would enqueue or revive anything for one of the models."""
+        """The scan's own predicate: whether a scan would enqueue or revive anything for one of the models.
+
+        Those that were retired since are nobody's business any more, as they are not the scan's.
+        """
         statement = query("status.stale_exists", **self._bound.fragments())
-        for model_id in self.models:
+        with self._postgres.transaction() as cursor:
+            values = {"kind": self.kind, "models": self.models}
+            maintained = cursor.execute(query("models.maintained"), values).fetchall()
+        for model_id in [row["model_id"] for row in maintained]:
             with self._postgres.transaction() as cursor:
                 row = cursor.execute(statement, {"kind": self.kind, "model_id": model_id}).fetchone()
             if row and row["stale"]:

@@ -375,7 +375,8 @@ ORDER BY l.source_id;
 
 -- name: settle
 -- The last look at the source, late and of one table. Entries leave, or go back to pending when the row is no
--- longer what was loaded or was requested again after the claim. Every outcome is logged.
+-- longer what was loaded or was requested again after the claim; forced ones stay forced, since what they asked for is
+-- not there yet, and requested_at keeps what was bought since from being bought again. Every outcome is logged.
 WITH done AS MATERIALIZED (
     SELECT
         p.*,
@@ -392,7 +393,6 @@ back AS (
     UPDATE embed_assets.semantic_outbox AS o
     SET
         status = 'pending',
-        forced = o.forced AND d.requested_again,
         attempts = 0,
         crashes = 0,
         timeouts = 0,

@@ -295,8 +295,7 @@ def written(
                 assert not after.stale(slot), f"row {slot} left the queue and its facts are not the source's"
             continue
         assert entry.status == "pending", f"a write made an entry {entry.status}"
-        if old.requested_at > claimed_at:
-            assert entry.forced == old.forced, f"what was requested of row {slot} meanwhile lost its force"
+        assert entry.forced == old.forced, f"what was requested of row {slot} lost its force"
         for name in CHARGES:
             assert getattr(entry, name) <= getattr(old, name), f"a write charged row {slot}"
         stamp = after.stamps.get(slot)

@@ -107,7 +107,7 @@ MUTANTS = [
     _mutant(
         "a request meanwhile loses its force",
         "chunks.settle",
-        ("forced = o.forced AND d.requested_again", "forced = FALSE"),
+        ("status = 'pending',\n        attempts = 0", "status = 'pending', forced = FALSE,\n        attempts = 0"),
     ),
     _mutant(
         "finished entries are not logged",

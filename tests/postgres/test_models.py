@@ -607,6 +607,19 @@ def test_purging_drops_what_was_retired_long_ago(kind: Kind, beside: Kind, db: D
     assert beside.life.drop_retired(days=days, stop=Stop()) == [kind.model_id]
 
 
+def test_a_worker_whose_models_were_retired_since_does_not_ask_for_scans_of_them(
+    kind: Kind, beside: Kind, db: Db, make_kind: KindMaker, wide: HashEmbedder
+) -> None:
+    drain(beside)
+    assert not beside.outbox.stale()
+    beside.life.switch()
+    db.execute("UPDATE jobs SET description = 'changed'")
+    assert not kind.outbox.stale(), "its only model is retired"
+    assert beside.outbox.stale()
+    drain(make_kind(embedder=wide))
+    assert not beside.outbox.stale()
+
+
 # The index
 
 

@@ -585,6 +585,25 @@ def test_a_forced_request_that_came_during_the_wave_stands_and_stays_forced(db: 
     assert entries(db) == []
 
 
+@pytest.mark.ids("C-26")
+def test_a_forced_row_that_changes_during_its_wave_stays_forced(db: Db, kind: Kind, embedder: HashEmbedder):
+    job = add_job(db, paragraphs("one"))
+    drain(kind)
+    change(db, job, description=paragraphs("two"))
+    drain(kind)
+    embedder.texts.clear()
+    say(db, job, reason="manual", forced=True)
+    enqueue(kind, scan=False)
+    wave = staged(kind)
+    change(db, job, description=paragraphs("one"))
+    write(kind, wave)
+    assert entry(db, job, "status, forced") == ("pending", True)
+    drain(kind, scan=False)
+    assert len(embedder.texts) == 2, "the vector of before was taken for the text that came back"
+    assert words(db, job) == ["one"]
+    assert entries(db) == []
+
+
 # --- lost plans, purged ledgers, forced requests
 
 

@@ -406,7 +406,7 @@ class MemoryChunkStore:
             del self.memory.entries[entry.source_id]
             return 0
         entry.start_over()
-        entry.status, entry.forced = "pending", entry.forced and again
+        entry.status = "pending"
         return 1
 
 
