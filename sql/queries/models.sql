@@ -132,9 +132,10 @@ WHERE cm.kind = %(kind)s
 ORDER BY m.id;
 
 -- name: coverage
--- Each row that belongs in search once: `rows` in all, of which `dead` ones failed for good, and `missing` ones are
--- neither stamped nor dead. `lost` ones are among the missing, and search would find them with the active model.
--- What the entry and the stamp say comes first: a row that cannot be read is judged by them.
+-- Each row that belongs in search once: `rows` in all, of which `dead` ones failed for good. `missing` ones are neither
+-- dead nor stamped, or by an older text than the active model's: with the target, search would go back to that. `lost`
+-- ones are among the missing, and only the active model finds them. What the entry and the stamps say comes first: a
+-- row that cannot be read is judged by them. A row that neither model has followed yet is no worse off with the target.
 SELECT
     count(*) FILTER (WHERE counted.state <> 'excluded') AS rows,
     count(*) FILTER (WHERE counted.state = 'dead') AS dead,
@@ -144,7 +145,10 @@ FROM (
     SELECT
         CASE
             WHEN o.status = 'dead' AND o.dismissed_at IS NULL THEN 'dead'
-            WHEN o.status = 'dead' OR s.source_id IS NOT NULL THEN 'stamped'
+            WHEN o.status = 'dead' THEN 'stamped'
+            WHEN s.revision IS DISTINCT FROM a.revision AND s.embedded_at < a.embedded_at
+                THEN CASE WHEN s.chunk_count = 0 AND a.chunk_count > 0 THEN 'lost' ELSE 'missing' END
+            WHEN s.source_id IS NOT NULL THEN 'stamped'
             WHEN source.indexable AND a.chunk_count > 0 THEN 'lost'
             WHEN source.indexable THEN 'missing'
             ELSE 'excluded'
