@@ -163,7 +163,7 @@ class ModelLife:
             raise NotReady(f"{lost} rows that search finds now are not embedded yet. Drain on, or switch with --force")
         cursor.execute(query("models.switch"), self._ids(model_id))
         cursor.execute(query("models.unretire"), self._ids(model_id))
-        search_outbox.queue_all(cursor, self._bound)
+        search_outbox.queue_all(cursor, self.kind)
         similar_store.invalidate_all(cursor, self._bound, model_id)
         for retired in {active, corpus["target_model_id"]} - {model_id, None}:
             cursor.execute(query("models.retire"), self._ids(retired))

@@ -28,6 +28,9 @@ def make_triggers(cursor: Cursor[Row], bound: BoundCorpus, chunks: sql.Identifie
             cursor.execute(query(f"search_outbox.create_{event}_trigger", chunks=chunks, tell=tell))
 
 
-def queue_all(cursor: Cursor[Row], bound: BoundCorpus) -> int:
-    """Tell every indexable row anew, in the caller's transaction: its model was switched. Returns how many."""
-    return cursor.execute(query("search_outbox.queue_all", **bound.fragments()), {"kind": bound.kind}).rowcount
+def queue_all(cursor: Cursor[Row], kind: str) -> int:
+    """Tell what every row is to an external index once its model was switched, in the caller's transaction, after it.
+
+    Returns how many rows.
+    """
+    return cursor.execute(query("search_outbox.queue_all"), {"kind": kind}).rowcount

@@ -403,6 +403,21 @@ back AS (
         AND (d.changed OR d.requested_again)
 ),
 
+others AS (
+    -- A clear takes the vectors of every model. Of a row that belongs in search again, each model must look anew: what
+    -- the others' own waves found there, or had just written, may be what is deleted here.
+    INSERT INTO embed_assets.semantic_outbox AS o (kind, source_id, model_id, scope, reason, rank)
+    SELECT d.kind, d.source_id, m.model_id, own.scope, own.reason, own.rank
+    FROM done AS d
+    INNER JOIN embed_assets.semantic_outbox AS own
+        ON own.kind = d.kind AND own.source_id = d.source_id AND own.model_id = d.model_id
+    INNER JOIN embed_assets.corpus_models AS m
+        ON m.kind = d.kind AND m.model_id <> d.model_id AND m.retired_at IS NULL
+    WHERE d.action IN ('clear', 'gone') AND d.changed
+    ORDER BY d.source_id, m.model_id
+    ON CONFLICT (kind, source_id, model_id) DO UPDATE SET requested_at = clock_timestamp()
+),
+
 finished AS (
     DELETE FROM embed_assets.semantic_outbox AS o
     USING done AS d

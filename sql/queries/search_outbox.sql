@@ -2,12 +2,17 @@
 -- they join the user's table.
 
 -- name: queue_all
--- Told once more, each row that belongs in search: the active model has changed, hence every vector.
+-- After a switch, in its transaction. A row of which there are vectors of the active model is told anew; one of which
+-- only the model of before has any leaves the index. The stamps say so alone: a row that does not belong in search just
+-- now may do so a moment later, and its stamp would be as good as any; the write that clears it tells its removal.
 INSERT INTO embed_assets.search_outbox (kind, source_id, op)
-SELECT %(kind)s, source.source_id, 'upsert'
-FROM {source} AS source
-WHERE source.indexable
-ORDER BY source.source_id;
+SELECT s.kind, s.source_id, CASE WHEN bool_or(s.model_id = k.active_model_id) THEN 'upsert' ELSE 'remove' END
+FROM embed_assets.corpora AS k
+INNER JOIN embed_assets.semantic_stamps AS s
+    ON s.kind = k.kind AND s.model_id IN (k.active_model_id, k.previous_model_id)
+WHERE k.kind = %(kind)s
+GROUP BY s.kind, s.source_id
+ORDER BY s.source_id;
 
 -- name: function_source
 SELECT p.prosrc AS body FROM pg_proc AS p WHERE p.oid = to_regprocedure(%(name)s);

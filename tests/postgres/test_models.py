@@ -11,8 +11,25 @@ import psycopg
 import pytest
 from fakes import HashEmbedder
 from postgres.conftest import KindMaker
-from postgres.support import Db, add_job, add_jobs, asking, connect, drain, enqueue, rows, staged, until_true, value
+from postgres.support import (
+    Db,
+    add_job,
+    add_jobs,
+    asking,
+    claim,
+    connect,
+    drain,
+    enqueue,
+    fold,
+    rows,
+    say,
+    staged,
+    until_true,
+    value,
+    wave_of,
+)
 
+from embed_assets import pipeline
 from embed_assets.console import standing_line
 from embed_assets.corpora.jobs import jobs
 from embed_assets.errors import Cancelled, ConfigurationError, InputRejected
@@ -117,6 +134,65 @@ def test_a_change_is_embedded_for_both_models_and_first_for_the_one_that_search_
         kind.model_id,
         beside.model_id,
     ]
+
+
+def test_a_row_that_reopens_while_one_model_clears_it_is_looked_at_by_the_other_again(
+    kind: Kind, beside: Kind, db: Db, wide: HashEmbedder, embedder: HashEmbedder
+) -> None:
+    drain(beside)
+    job = value(db, "SELECT min(id) FROM jobs")
+    db.execute("UPDATE jobs SET closed_at = now() WHERE id = %s", (job,))
+    say(db, job)
+    fold(beside)
+    waves = {wave.model_id: wave for wave in (wave_of(beside), wave_of(beside))}
+    old, new = (waves[model_id] for model_id in ids(kind, beside))
+    pipeline.stage(beside.ports.of(new), new, Stop())
+    db.execute("UPDATE jobs SET closed_at = NULL WHERE id = %s", (job,))
+    pipeline.stage(beside.ports.of(old), old, Stop())
+    assert beside.chunks.write(old).superseded == 1
+    assert beside.chunks.write(new).back == 1
+    assert rows(db, ENTRIES) == [(model_id, 1) for model_id in ids(kind, beside)]
+    while wave := claim(beside):
+        pipeline.work(beside.ports.of(wave), wave, beside.limits, Stop())
+    assert job in found(kind, "x", wide, embedder)
+    assert rows(db, "SELECT DISTINCT count(*) FROM embed_assets.semantic_stamps GROUP BY model_id") == [6]
+
+
+def followed(beside: Kind, kind: Kind) -> None:
+    """A wave of the active model is written; the target does not get that far."""
+    enqueue(beside)
+    wave = wave_of(beside)
+    assert wave.model_id == kind.model_id
+    pipeline.work(beside.ports.of(wave), wave, beside.limits, Stop())
+
+
+def test_a_target_whose_texts_are_older_than_what_search_finds_now_is_not_switched_to(
+    kind: Kind, beside: Kind, db: Db
+) -> None:
+    drain(beside)
+    db.execute("UPDATE jobs SET description = description || ' changed'")
+    assert beside.life.coverage(beside.model_id).missing == 0, "neither model has followed"
+    followed(beside, kind)
+    coverage = beside.life.coverage(beside.model_id)
+    assert (coverage.rows, coverage.missing, coverage.lost) == (6, 6, 0)
+    assert "6 of 6 rows are not embedded yet" in " ".join(beside.life.advance(Stop()))
+    assert value(db, SWITCHED)[0] == kind.model_id
+    drain(beside)
+    db.execute("UPDATE jobs SET description = description || ' again'")
+    assert beside.life.coverage(beside.model_id).missing == 0, "both are as far behind"
+    assert "search reads it now" in beside.life.advance(Stop())[-1]
+
+
+def test_no_switch_loses_a_row_that_was_empty_when_the_target_looked(kind: Kind, beside: Kind, db: Db) -> None:
+    job = add_job(db, "", title="")
+    drain(beside)
+    assert value(db, "SELECT max(chunk_count) FROM embed_assets.semantic_stamps WHERE source_id = %s", str(job)) == 0
+    db.execute("UPDATE jobs SET description = 'no more' WHERE id = %s", (job,))
+    followed(beside, kind)
+    db.execute("UPDATE jobs SET description = 'and changed since' WHERE id = %s", (job,))
+    assert beside.life.coverage(beside.model_id).lost == 1
+    with pytest.raises(NotReady, match="1 rows that search finds now"):
+        beside.life.switch()
 
 
 def test_without_an_embedder_the_active_model_is_frozen_but_still_cleared(

@@ -12,7 +12,6 @@ from postgres.support import Db, add_job, add_jobs, connect, drain, enqueue, row
 from embed_assets import pipeline
 from embed_assets.corpora.jobs import jobs as jobs_corpus
 from embed_assets.resources.assembly import Kind
-from embed_assets.resources.search_outbox import queue_all
 from embed_assets.stop import Stop
 
 COLUMNS = "id, chunk_index, model_id, text_hash, body, heading_path, embedding"
@@ -169,14 +168,34 @@ def test_a_change_that_comes_while_the_consumer_works_is_handed_out_next(
         assert [(source_id, op) for source_id, op, _ in changes(consumer)] == [(str(job), "upsert")]
 
 
-def test_a_switch_tells_every_row_that_belongs_in_search_once_more(kind: Kind, db: Db) -> None:
+def test_a_switch_tells_every_row_that_the_new_model_holds_once_more(kind: Kind, make_kind: Any, db: Db) -> None:
     jobs = add_jobs(db, 2)
     add_job(db, is_tech=None)
     drain(kind)
+    beside = make_kind(embedder=HashEmbedder(12, identity="wide"), active=kind.models[0].embedder)
+    drain(beside)
     forget(db)
-    with kind.postgres.transaction() as cursor:
-        assert queue_all(cursor, kind.bound) == 2
-    assert told(db) == [(str(job), "upsert") for job in jobs]
+    db.execute("UPDATE jobs SET closed_at = now() WHERE id = %s", (jobs[0],))
+    beside.life.switch()
+    assert told(db) == [(str(job), "upsert") for job in jobs], "who is closed for a moment is told like the others"
+
+
+def test_a_row_that_only_the_model_of_before_has_leaves_an_external_index_with_the_switch(
+    kind: Kind, make_kind: Any, db: Db
+) -> None:
+    stays = add_job(db)
+    drain(kind)
+    beside = make_kind(embedder=HashEmbedder(12, identity="wide"), active=kind.models[0].embedder)
+    drain(beside)
+    closed = add_job(db)
+    drain(kind)
+    db.execute("UPDATE jobs SET closed_at = now() WHERE id = %s", (closed,))
+    beside.life.switch()
+    assert [(source_id, op) for source_id, op, _ in changes(db)] == [(str(stays), "upsert"), (str(closed), "remove")]
+    forget(db)
+    beside.life.rollback()
+    drain(make_kind())
+    assert [(source_id, op) for source_id, op, _ in changes(db)] == [(str(stays), "upsert"), (str(closed), "remove")]
 
 
 def test_the_triggers_follow_the_declaration_and_are_made_once(kind: Kind, make_kind: Any, db: Db) -> None:
