@@ -49,6 +49,13 @@ clean:
 model: .venv/ready
 	MODEL_STEPS=$(or $(MODEL_STEPS),100000) MODEL_SEED=$(or $(MODEL_SEED),$(shell date +%s)) MODEL_MUTANTS=all $(BIN)/pytest tests/model -n 2 --dist load -q
 
+# The newest Dagster that pyproject.toml allows, under the tests of what Dagster sees; the lock holds the oldest one.
+.PHONY: newest-dagster
+newest-dagster: .venv/ready
+	$(BIN)/uv pip install -q --python $(BIN)/python --target .venv/newest --upgrade --no-deps \
+		'dagster<1.15' 'dagster-shared<1.15' 'dagster-pipes<1.15'
+	PYTHONPATH=.venv/newest $(BIN)/python -m pytest tests/dagster -q
+
 # How searches and similar probes are planned at 200,000 chunks instead of 20,000.
 .PHONY: plans
 plans: .venv/ready

@@ -81,12 +81,13 @@ class Health:
         return verdict(facts), facts
 
     def facts_at_once(self) -> Facts:
-        """By index, whatever the size: nobody counts what is searchable. Counts end at 10,000."""
+        """By index, whatever the size: nobody counts what is searchable. Each count ends at 10,000."""
         ids = [model.model_id for model in self._models]
         backlog = Outbox(
             self._postgres, self._kind.bound, ids, reconcile_seconds=self._settings.reconcile_seconds
         ).backlog()
-        held = self._row("stamps", model_id=ids[-1] if ids else 0, limit=BACKLOG_LIMIT + 1)["rows"]
+        # Failures are counted to twice the limit (dead, waiting): with more rows than that, nothing is called stalled.
+        held = self._row("stamps", model_id=ids[-1] if ids else 0, limit=2 * BACKLOG_LIMIT + 1)["rows"]
         return Facts(
             work=backlog.work + backlog.leased + backlog.waiting,
             failed=backlog.dead + backlog.waiting,
