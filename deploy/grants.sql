@@ -8,5 +8,6 @@ GRANT SELECT ON embed_assets.corpora, embed_assets.corpus_models, embed_assets.e
 GRANT SELECT ON embed_assets.job_semantic_chunks TO embed_reader;
 
 GRANT SELECT ON
-embed_assets.queue_metrics, embed_assets.lease_metrics, embed_assets.work_metrics, embed_assets.failure_metrics
+embed_assets.queue_metrics, embed_assets.lease_metrics, embed_assets.work_metrics, embed_assets.failure_metrics,
+embed_assets.feed_metrics, embed_assets.endpoint_metrics
 TO embed_monitor;

@@ -8,7 +8,7 @@
 
 CREATE EXTENSION IF NOT EXISTS vector;
 
-CREATE ROLE embed_worker LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOINHERIT;
+CREATE ROLE embed_worker LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE;
 CREATE ROLE embed_producer NOLOGIN;
 CREATE ROLE embed_reader NOLOGIN;
 CREATE ROLE embed_monitor LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE;
@@ -16,6 +16,9 @@ CREATE ROLE embed_monitor LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE;
 -- Its own schema is all that the worker may change.
 CREATE SCHEMA embed_assets AUTHORIZATION embed_worker;
 GRANT USAGE ON SCHEMA embed_assets TO embed_producer, embed_reader, embed_monitor;
+
+-- The check xmin_age names who holds a snapshot open; without this it sees the worker's own sessions only.
+GRANT pg_read_all_stats TO embed_worker;
 
 -- One line for each table that you declare. SELECT suffices: your tables are never written, locked or altered.
 -- Where row security hides rows of it: ALTER ROLE embed_worker BYPASSRLS.

@@ -83,13 +83,13 @@ def test_assets_stand_in_order_and_a_drain_is_materialised_and_opened(ui: Ui, de
     eventually(lambda: dev.value("SELECT count(*) FROM embed_assets.semantic_stamps") == 64, 180, "the first drain")
     names = ui.assets_from_left_to_right("jobs_embeddings")
     assert names[:4] == ["semantic_outbox", "claimed_waves", "chunk_embeddings", "semantic_chunks"]
-    ui.picture("assets")
     run = ui.materialize("jobs_drain")
     ui.expect_status("Success", 120)
     assert dev.runs()[run] == "SUCCESS"
     ui.go(f"/runs/{dev.value('SELECT run_id FROM embed_assets.claimed_waves ORDER BY wave_id LIMIT 1')}")
     ui.expect_status("Success")
-    ui.picture("run")
+    ui.assets_from_left_to_right("jobs_embeddings")
+    ui.picture("assets")
 
 
 @pytest.mark.ids("Q18")
