@@ -45,12 +45,14 @@ class Dev:
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.load(response)["data"]  # type: ignore[no-any-return]
 
-    def runs(self) -> dict[str, str]:
-        return {run["runId"]: run["status"] for run in self.ask(RUNS)["runsOrError"]["results"]}
-
-    def askers(self) -> set[str]:
-        """Who asked for the runs so far, by their tags."""
+    def runs(self, *jobs: str) -> dict[str, str]:
+        """Status by run, of these jobs or of all."""
         runs = self.ask(RUNS)["runsOrError"]["results"]
+        return {run["runId"]: run["status"] for run in runs if not jobs or run["jobName"] in jobs}
+
+    def askers(self, job: str) -> set[str]:
+        """Who asked for the job's runs so far, by their tags."""
+        runs = [run for run in self.ask(RUNS)["runsOrError"]["results"] if run["jobName"] == job]
         return {tag["value"] for run in runs for tag in run["tags"] if tag["key"] == ASKED_TAG}
 
     def value(self, statement: str) -> Any:

@@ -48,13 +48,14 @@ def test_a_row_changed_in_sql_is_embedded_by_a_run_that_the_sensor_started(dev: 
     dev.db.execute("UPDATE jobs SET title = 'Another' WHERE id = 1")
     assert dev.value(stamped) == 2
     eventually(lambda: dev.value(stamped) == 3, 90, "the drain of the changed row")
-    eventually(lambda: set(dev.runs().values()) == {"SUCCESS"}, 30, "the end of the runs")
+    drains = "jobs_drain"
+    eventually(lambda: set(dev.runs(drains).values()) == {"SUCCESS"}, 30, "the end of the runs")
     # Two drains may be in flight, so a change that was seen twice may have asked twice; then nothing is due.
-    asked = len(dev.runs())
+    asked = len(dev.runs(drains))
     assert asked in (2, 3)
     time.sleep(12)
-    assert len(dev.runs()) == asked
-    assert dev.askers() == {"sensor"}
+    assert len(dev.runs(drains)) == asked
+    assert dev.askers(drains) == {"sensor"}
 
 
 @pytest.mark.ids("A-29")
