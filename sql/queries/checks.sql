@@ -78,7 +78,8 @@ FROM (SELECT c.embedding, c.model_id FROM {partition} AS c LIMIT %(size)s) AS v;
 
 -- name: oldest_snapshot
 -- Who keeps dead rows from being cleaned away: a transaction, a prepared one, a replication slot. The seconds are those
--- of a transaction; a slot has none. Only what this role may see of others' sessions.
+-- of a transaction; a slot has none. Autovacuum holds nobody up. Of other roles' sessions a role sees this only as a
+-- member of pg_monitor.
 SELECT who.what, who.seconds, who.age
 FROM (
     SELECT
@@ -88,7 +89,7 @@ FROM (
         age(a.backend_xmin) AS age
     FROM pg_stat_activity AS a
     WHERE
-        a.backend_xmin IS NOT NULL AND a.pid <> pg_backend_pid()
+        a.backend_xmin IS NOT NULL AND a.pid <> pg_backend_pid() AND a.backend_type <> 'autovacuum worker'
         AND (a.datname = current_database() OR a.datname IS NULL)
     UNION ALL
     SELECT

@@ -203,7 +203,7 @@ def test_the_verdict_needs_no_coverage_where_counting_takes_too_long(project: Pr
             "ALTER TABLE posts RENAME TO posts_; "
             "CREATE VIEW posts AS SELECT id, body, hidden OR NOT slow() AS hidden FROM posts_"
         )
-    with operating(project.settings(), Registry([POSTS]), "posts", statement_timeout="300ms") as kind:
+    with operating(project.settings(), Registry([POSTS]), "posts", statement_timeout="2s") as kind:
         found, facts = Health(kind).judged()
     assert (found.state.value, facts.indexed, facts.succeeded) == ("HEALTHY", None, 3)
 
@@ -211,7 +211,7 @@ def test_the_verdict_needs_no_coverage_where_counting_takes_too_long(project: Pr
 def test_a_look_that_takes_too_long_is_red_and_says_so(project: Project) -> None:
     loaded(project)
     with (
-        operating(project.settings(), Registry([POSTS]), "posts", statement_timeout="200ms") as kind,
+        operating(project.settings(), Registry([POSTS]), "posts", statement_timeout="2s") as kind,
         psycopg.connect(project.url) as holder,
     ):
         holder.execute("LOCK TABLE embed_assets.source_changes")

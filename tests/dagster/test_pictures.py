@@ -15,6 +15,7 @@ from embed_assets.corpus import Plain, TableCorpus
 from embed_assets.defs import pictures
 from embed_assets.defs.build import build_definitions
 from embed_assets.errors import InputRejected
+from embed_assets.resources import portrait
 from embed_assets.resources.portrait import flat
 from tests.dagster.project import QUIET, Project, numbers
 
@@ -83,7 +84,8 @@ def with_titles(project: Project) -> ExecuteInProcessResult:
     )
 
 
-def test_a_drain_shows_coverage_latency_vectors_waves_and_failures(project: Project) -> None:
+def test_a_drain_shows_coverage_latency_vectors_waves_and_failures(project: Project, monkeypatch: Any) -> None:
+    monkeypatch.setattr(portrait, "PATIENCE_MILLISECONDS", 60_000)
     project.put("one", "two", "three", "four", "bad")
     project.embedder.reject = lambda text: InputRejected("no") if "bad" in text else None
     shown = numbers(with_titles(project), "semantic_chunks")
@@ -98,8 +100,6 @@ def test_a_drain_shows_coverage_latency_vectors_waves_and_failures(project: Proj
 
 
 def test_what_takes_too_long_is_not_shown_and_holds_no_drain_up(project: Project, monkeypatch: Any) -> None:
-    from embed_assets.resources import portrait
-
     monkeypatch.setattr(portrait, "PATIENCE_MILLISECONDS", 1)
     project.db.execute(
         "CREATE FUNCTION slow() RETURNS boolean LANGUAGE sql AS 'SELECT pg_sleep(0.05) IS NOT NULL'; "
