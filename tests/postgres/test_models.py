@@ -36,6 +36,7 @@ from embed_assets.errors import Cancelled, ConfigurationError, InputRejected
 from embed_assets.fake_server import FakeServer
 from embed_assets.resources import vector_index
 from embed_assets.resources.assembly import Kind, open_kind, query_embedders
+from embed_assets.resources.model_gates import Coverage, Gates
 from embed_assets.resources.model_life import NotReady
 from embed_assets.resources.target import RetiredModel
 from embed_assets.resources.vector_index import VectorIndex
@@ -158,6 +159,10 @@ def test_a_row_that_reopens_while_one_model_clears_it_is_looked_at_by_the_other_
     assert rows(db, "SELECT DISTINCT count(*) FROM embed_assets.semantic_stamps GROUP BY model_id") == [6]
 
 
+def coverage_of(kind: Kind) -> Coverage:
+    return Gates(kind.postgres, kind.bound, kind.settings).coverage(kind.model_id)
+
+
 def followed(beside: Kind, kind: Kind) -> None:
     """A wave of the active model is written; the target does not get that far."""
     enqueue(beside)
@@ -171,15 +176,15 @@ def test_a_target_whose_texts_are_older_than_what_search_finds_now_is_not_switch
 ) -> None:
     drain(beside)
     db.execute("UPDATE jobs SET description = description || ' changed'")
-    assert beside.life.coverage(beside.model_id).missing == 0, "neither model has followed"
+    assert coverage_of(beside).missing == 0, "neither model has followed"
     followed(beside, kind)
-    coverage = beside.life.coverage(beside.model_id)
+    coverage = coverage_of(beside)
     assert (coverage.rows, coverage.missing, coverage.lost) == (6, 6, 0)
     assert "6 of 6 rows are not embedded yet" in " ".join(beside.life.advance(Stop()))
     assert value(db, SWITCHED)[0] == kind.model_id
     drain(beside)
     db.execute("UPDATE jobs SET description = description || ' again'")
-    assert beside.life.coverage(beside.model_id).missing == 0, "both are as far behind"
+    assert coverage_of(beside).missing == 0, "both are as far behind"
     assert "search reads it now" in beside.life.advance(Stop())[-1]
 
 
@@ -190,7 +195,7 @@ def test_no_switch_loses_a_row_that_was_empty_when_the_target_looked(kind: Kind,
     db.execute("UPDATE jobs SET description = 'no more' WHERE id = %s", (job,))
     followed(beside, kind)
     db.execute("UPDATE jobs SET description = 'and changed since' WHERE id = %s", (job,))
-    assert beside.life.coverage(beside.model_id).lost == 1
+    assert coverage_of(beside).lost == 1
     with pytest.raises(NotReady, match="1 rows that search finds now"):
         beside.life.switch()
 
