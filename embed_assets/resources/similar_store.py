@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
+from uuid import UUID
 
 from psycopg import Cursor, sql
 
-from embed_assets.errors import ConfigurationError
+from embed_assets.errors import ConfigurationError, EmbedAssetsError
 from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
@@ -31,6 +33,8 @@ COMPUTE_BATCH = 50
 DEPTH = 4  # chunks a probe asks for, per neighbour that is wanted
 EXACT_CHUNKS = 20_000  # without an index a refresh costs chunks squared: beyond this it waits for the index
 WAITING_LIMIT = 10_000
+NO_MODEL: Row = {"id": None, "dimensions": 1}
+ELSEWHERE = "another process is computing them"
 
 
 @dataclass
@@ -68,6 +72,10 @@ class Neighbours:
     embedded_at: datetime
     candidates: list[str] = field(repr=False)
     distances: list[float] = field(repr=False)
+
+
+class TurnLost(EmbedAssetsError):
+    """Another refresh of the kind has begun since: its lists are the newer ones."""
 
 
 class SimilarStore:
@@ -111,28 +119,37 @@ class SimilarStore:
         done = Refreshed(postponed=self.postponed())
         if done.postponed:
             return done
-        with self._turn() as mine:
-            if not mine:
-                return Refreshed(postponed="another process is computing them")
-            model = self._model()
-            self._fold(model, done, stop, everything=everything)
-            self._compute_stale(model, done, stop, until)
+        with self._turn() as turn:
+            if not turn:
+                return Refreshed(postponed=ELSEWHERE)
+            model = self._fold(done, stop, everything=everything)
+            try:
+                self._compute_stale(model, turn, done, stop, until)
+            except TurnLost:
+                done.postponed = ELSEWHERE
         return done
 
-    def _fold(self, model: Row, done: Refreshed, stop: Stop, *, everything: bool) -> None:
-        """Feed rows become stale lists, a batch in a transaction: what is taken from the feed is never lost."""
-        while done.invalidated + done.expanded < MOST_STALE:
+    def _fold(self, done: Refreshed, stop: Stop, *, everything: bool) -> Row:
+        """Feed rows become stale lists, a batch in a transaction: what is taken from the feed is never lost.
+
+        Returns the model that they were taken for.
+        """
+        while True:
             stop.check()
-            taken, marked, expanded = self._postgres.retrying(lambda cursor: self._fold_batch(cursor, model))
+            model, taken, marked, expanded = self._postgres.retrying(self._fold_batch)
             done.invalidated += marked
             done.expanded += expanded
-            if not taken:
+            if not taken or done.invalidated + done.expanded >= MOST_STALE:
                 break
         if everything:
             self._execute("mark_all", model, self._values())
         self._execute("adopt", model, self._values(limit=MOST_STALE))
+        return model
 
-    def _fold_batch(self, cursor: Cursor[Row], model: Row) -> tuple[int, int, int]:
+    def _fold_batch(self, cursor: Cursor[Row]) -> tuple[Row, int, int, int]:
+        """No switch happens between reading the model and committing: what it invalidates speaks of another."""
+        cursor.execute(query("chunks.lock_kind_shared"), self._values())
+        model = cursor.execute(query("corpus.identity_of_active"), self._values()).fetchone() or NO_MODEL
         feed = cursor.execute(self._sql("take", model), self._values(limit=FEED_BATCH)).fetchone()
         assert feed is not None
         values = self._values(ids=feed["ids"])
@@ -140,17 +157,17 @@ class SimilarStore:
         cursor.execute(self._sql("forget", model), values)
         expanded = cursor.execute(self._sql("expand", model), values).rowcount
         cursor.execute(self._sql("null_computed", model), values)
-        return feed["taken"], marked, expanded
+        return model, feed["taken"], marked, expanded
 
-    def _compute_stale(self, model: Row, done: Refreshed, stop: Stop, until: float) -> None:
+    def _compute_stale(self, model: Row, turn: UUID, done: Refreshed, stop: Stop, until: float) -> None:
         after = ""
         while time.monotonic() < until:
             stop.check()
             ids = self._stale(model, after)
             if not ids:
                 return
-            found = self.compute(ids)
-            written = self.write(ids, found)
+            found = self.compute(ids, model)
+            written = self._postgres.retrying(partial(self._write, model=model, turn=turn, ids=ids, found=found))
             done.computed += written
             done.outdated += len(found) - written
             after = ids[-1]
@@ -160,9 +177,12 @@ class SimilarStore:
         rows = self._postgres.retrying(lambda c: c.execute(self._sql("stale", model), values).fetchall())
         return [row["source_id"] for row in rows]
 
-    def compute(self, ids: Sequence[str]) -> list[Neighbours]:
-        """The candidates of each row that has vectors and may show, by one probe for each of its chunks."""
-        model = self._model()
+    def compute(self, ids: Sequence[str], model: Row | None = None) -> list[Neighbours]:
+        """The candidates of each row that has vectors and may show, by one probe for each of its chunks.
+
+        `model`: None for the one that search reads now.
+        """
+        model = model or self._model()
         values = self._values(ids=list(ids), depth=max(1, self._k) * DEPTH)
 
         def work(cursor: Cursor[Row]) -> list[Row]:
@@ -171,12 +191,12 @@ class SimilarStore:
 
         return [Neighbours(**row) for row in self._postgres.retrying(work)]
 
-    def write(self, ids: Sequence[str], found: Sequence[Neighbours]) -> int:
+    def _write(
+        self, cursor: Cursor[Row], *, model: Row, turn: UUID, ids: Sequence[str], found: Sequence[Neighbours]
+    ) -> int:
         """Keep what was computed for `ids`, unless the row was embedded anew since; returns how many lists."""
-        model = self._model()
-        return self._postgres.retrying(lambda cursor: self._write(cursor, model, ids, found))
-
-    def _write(self, cursor: Cursor[Row], model: Row, ids: Sequence[str], found: Sequence[Neighbours]) -> int:
+        if not cursor.execute(query("similar.hold_turn"), self._values(turn=turn)).fetchone():
+            raise TurnLost(f"another process computes the similar items of {self._bound.kind} by now")
         written = [row for row in found if cursor.execute(self._sql("write", model), self._row(row)).rowcount]
         pairs = [
             (row.source_id, owner, distance)
@@ -206,14 +226,15 @@ class SimilarStore:
         return self._postgres.retrying(lambda cursor: cursor.execute(statement, values).fetchall())
 
     @contextmanager
-    def _turn(self) -> Iterator[bool]:
+    def _turn(self) -> Iterator[UUID | None]:
+        """The number of this turn, None while another process has its turn."""
         with self._postgres.session() as connection:
             row = connection.execute(query("similar.try_turn"), self._values()).fetchone()
-            yield bool(row and row["mine"])
+            begun = self._postgres.one("similar.begin_turn", self._values()) if row and row["mine"] else None
+            yield begun["turn"] if begun else None
 
     def _model(self) -> Row:
-        active = self._postgres.one("corpus.identity_of_active", self._values())
-        return active or {"id": None, "dimensions": 1}
+        return self._postgres.one("corpus.identity_of_active", self._values()) or NO_MODEL
 
     def _values(self, **more: Any) -> dict[str, Any]:
         return {"kind": self._bound.kind, **more}

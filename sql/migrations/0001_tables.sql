@@ -14,7 +14,9 @@ CREATE TABLE embed_assets.corpora (
     target_model_id integer,
     -- Since when the target is another than the active one: without an embedder, the active one is frozen since then.
     target_since timestamptz,
-    paused_at timestamptz
+    paused_at timestamptz,
+    -- Whose turn it is to refresh similar items: a refresh that has lost it without noticing writes no list any more.
+    similar_turn uuid
 );
 
 -- The lease that makes one enqueuer per kind; it outlives the commits within a scan.

@@ -33,6 +33,14 @@ DELETE FROM {similar} WHERE model_id = %(model_id)s;
 SELECT pg_try_advisory_lock(1701667430, c.lock_id) AS mine
 FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
 
+-- name: begin_turn
+-- The session lock may be lost with its connection while the refresh goes on. This waits for a write that is under way,
+-- and every later write under an older turn is refused.
+UPDATE embed_assets.corpora SET similar_turn = gen_random_uuid() WHERE kind = %(kind)s RETURNING similar_turn AS turn;
+
+-- name: hold_turn
+SELECT kind FROM embed_assets.corpora WHERE kind = %(kind)s AND similar_turn = %(turn)s FOR SHARE;
+
 -- name: take
 -- The oldest invalidations, and the rows they speak of. One that another model's wave appended counts only if the row
 -- has no vectors of the active model any more: then that wave cleared it.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes import HashEmbedder
 from postgres.conftest import KindMaker
 from postgres.generated import build_index, generate
-from postgres.support import Db, add_job, drain, rows, say, value
+from postgres.support import Db, add_job, background, drain, gate, rows, say, until_blocked, until_true, value
 
 from embed_assets.corpora.jobs import jobs as jobs_corpus
 from embed_assets.corpus import Plain, Similar, TableCorpus
@@ -17,9 +19,10 @@ from embed_assets.errors import ConfigurationError, DeclarationError
 from embed_assets.resources import similar_store
 from embed_assets.resources.assembly import Kind
 from embed_assets.resources.declaration import bind
-from embed_assets.resources.similar_store import Refreshed, SimilarStore, forget_model, invalidate_all
+from embed_assets.resources.similar_store import Neighbours, Refreshed, SimilarStore, forget_model, invalidate_all
 
 SIMILAR = jobs_corpus.similar
+TURNS = "FROM pg_locks WHERE locktype = 'advisory' AND classid = 1701667430"
 
 
 @pytest.fixture
@@ -182,22 +185,37 @@ def test_what_was_closed_hidden_or_deleted_since_is_left_out_when_read(
     assert first not in neighbours(db, job)
 
 
+def meanwhile(monkeypatch: pytest.MonkeyPatch, store: SimilarStore, work: Callable[[], object]) -> None:
+    """Have `work` done once, after the store has computed lists and before it writes them."""
+    compute = store.compute
+
+    def computed(*given: Any) -> list[Neighbours]:
+        monkeypatch.setattr(store, "compute", compute)
+        found = compute(*given)
+        work()
+        return found
+
+    monkeypatch.setattr(store, "compute", computed)
+
+
 @pytest.mark.ids("A-74")
 def test_a_list_of_a_row_that_was_embedded_anew_meanwhile_is_not_written(
-    kind: Kind, store: SimilarStore, db: Db
+    kind: Kind, store: SimilarStore, db: Db, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, *_ = post(db, 4)
     drain(kind)
     store.refresh()
     before = kept(db)
-    emptied = "UPDATE embed_assets.similar_jobs SET computed_at = NULL, neighbours = '{}', distances = '{}'"
-    db.execute(f"{emptied} WHERE source_id = %s", (str(job),))
-    found = store.compute([str(job)])
-    db.execute("SELECT embed_assets.enqueue('jobs', %s, forced => TRUE)", ([job],))
-    drain(kind)
-    assert store.write([str(job)], found) == 0
-    assert kept(db)[job] == []
-    assert value(db, "SELECT computed_at FROM embed_assets.similar_jobs WHERE source_id = %s", str(job)) is None
+
+    def embed_anew() -> None:
+        say(db, job, forced=True)
+        drain(kind)
+
+    meanwhile(monkeypatch, store, embed_anew)
+    db.execute("UPDATE embed_assets.similar_jobs SET computed_at = NULL")
+    done = store.refresh(everything=True)
+    assert (done.computed, done.outdated) == (3, 1)
+    assert rows(db, "SELECT source_id FROM embed_assets.similar_jobs WHERE computed_at IS NULL") == [str(job)]
     store.refresh()
     assert kept(db) == before
 
@@ -211,7 +229,7 @@ def test_what_is_taken_from_the_feed_is_stale_in_the_same_transaction(
     store.refresh()
     say(db, jobs[0])
     drain(kind)
-    monkeypatch.setattr(store, "compute", lambda ids: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(store, "compute", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.refresh()
     assert waiting(db) == []
@@ -241,6 +259,49 @@ def test_one_refresh_of_a_kind_at_a_time(kind: Kind, store: SimilarStore, db: Db
     assert store.refresh() == Refreshed(postponed="another process is computing them")
     db.execute("SELECT pg_advisory_unlock_all()")
     assert store.refresh().computed == 2
+
+
+def test_a_refresh_that_lost_its_turn_without_noticing_writes_no_list_any_more(
+    kind: Kind, store: SimilarStore, other: Kind, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, last = post(db, 8)
+    drain(kind)
+
+    def another_begins() -> None:
+        db.execute(f"SELECT pg_terminate_backend(pid) {TURNS}".encode())
+        until_true(lambda: not rows(db, f"SELECT pid {TURNS}"), "the turn is never lost")
+        db.execute("UPDATE jobs SET description = 'another text' WHERE id = %s", (last,))
+        drain(kind)
+        assert SimilarStore(other.postgres, other.bound).refresh().computed == 8
+
+    meanwhile(monkeypatch, store, another_begins)
+    assert store.refresh() == Refreshed(invalidated=8, postponed="another process is computing them")
+    assert kept(db) == brute_force(db, kind)
+
+
+def test_a_switch_waits_for_what_is_being_taken_and_its_own_invalidations_are_taken_for_its_own_model(
+    jobs_table: None, db: Db, database_url: str, make_kind: KindMaker, embedder: HashEmbedder
+) -> None:
+    corpus = replace(jobs_corpus, similar=replace(SIMILAR, k=3))
+    jobs = post(db, 12)
+    kind = make_kind(corpus)
+    drain(kind)
+    SimilarStore(kind.postgres, kind.bound).refresh()
+    beside = make_kind(corpus, embedder=HashEmbedder(16), active=embedder)
+    drain(beside)
+    beside.life.switch()
+    store = SimilarStore(beside.postgres, beside.bound)
+    store.refresh()
+    db.execute("UPDATE jobs SET closed_at = now() WHERE id = ANY(%s)", (jobs[:4],))
+    drain(beside)
+    with gate(database_url, "similar_invalidations", "BEFORE DELETE") as held, background(store.refresh):
+        held.wait()
+        with background(beside.life.rollback):
+            until_blocked(db, by="%pg_advisory_xact_lock(%")
+            held.open()
+    again = make_kind(corpus)
+    SimilarStore(again.postgres, again.bound).refresh()
+    assert {job: neighbours(db, job, 3) for job in jobs[4:]} == brute_force(db, kind, 3)
 
 
 def test_a_model_that_is_built_beside_costs_no_list_and_its_clearing_of_a_row_is_seen(
