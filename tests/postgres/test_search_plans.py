@@ -164,6 +164,29 @@ def test_wide_vectors_are_searched_by_a_halfvec_index_and_the_widest_exactly(
     assert len(set(map(int, found)) & set(searched.ids)) >= 4
 
 
+def test_the_function_steps_over_hidden_rows_within_the_index_whatever_its_caller_has_set(kind: Kind, db: Db) -> None:
+    generate(db, kind, 2000)
+    build_index(kind)
+    db.execute("UPDATE jobs SET closed_at = now() WHERE id = ANY(%s)", (brute_force(db, kind, 1000),))
+    db.execute("ANALYZE jobs")
+    db.execute("SET hnsw.iterative_scan = off")
+    read_whole = "SELECT pg_stat_get_xact_numscans(%s::regclass)"
+    with db.transaction():
+        found = rows(db, "SELECT source_id FROM embed_assets.search_jobs(%s::vector, 10)", vector(kind).tolist())
+        assert value(db, read_whole, f"embed_assets.{kind.bound.partition_name(kind.model_id)}") == 0
+    assert len(set(map(int, found)) & set(brute_force(db, kind, 10))) >= 9
+
+
+def test_vectors_that_no_index_can_hold_are_compared_in_full(jobs_table: None, make_kind: KindMaker, db: Db) -> None:
+    kind = make_kind(embedder=HashEmbedder(4001))
+    generate(db, kind, 20)
+    asked, partition = vector(kind).tolist(), kind.bound.partition_name(kind.model_id)
+    nearest = f"SELECT min(embedding <=> %s::vector) FROM embed_assets.{partition} GROUP BY id ORDER BY 1 LIMIT 5"
+    exact = rows(db, nearest, asked)
+    assert rows(db, "SELECT distance FROM embed_assets.search_jobs(%s::vector, 5)", asked) == exact
+    assert [row["distance"] for row in Searched(kind, 5).rows] == exact
+
+
 def test_the_function_refuses_another_width_and_leaves_its_caller_s_settings(kind: Kind, db: Db) -> None:
     generate(db, kind, 30)
     with pytest.raises(Exception, match="has 3 dimensions, the active model 8"):
