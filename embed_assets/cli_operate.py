@@ -45,19 +45,21 @@ def failures(
     limit: Limit = LISTED,
     as_json: AsJson = False,
 ) -> None:
-    """Dead letters by error code, with one of them and what to do."""
+    """Dead letters by error code, with one of them and what to do; and what waits for another try."""
     if one_by_one or prefix is not None:
         _list(kind, code, prefix, limit, as_json)
         return
     with opened_kind(kind) as opened:
-        groups = Operator(opened.postgres, kind).dead_letters(code=code)
+        operator = Operator(opened.postgres, kind)
+        groups, waiting = operator.dead_letters(code=code), operator.waiting(code=code)
     if as_json:
-        rows = [asdict(group) | {"next_step": group.next_step} for group in groups]
+        rows = [{"state": "dead", **asdict(group), "next_step": group.next_step} for group in groups]
+        rows += [{"state": "waiting", **asdict(group)} for group in waiting]
         typer.echo(json.dumps(rows, default=str, ensure_ascii=False))
-    elif groups:
-        console.out.print(console.failures_table(groups))
-    else:
-        console.out.print("no dead letters")
+        return
+    console.out.print(console.failures_table(groups) if groups else "no dead letters")
+    if waiting:
+        console.out.print(console.waiting_table(waiting))
 
 
 @operate.command()

@@ -14,7 +14,7 @@ from rich.table import Table
 from embed_assets.load import LoadReport
 from embed_assets.models import STATES, Backlog, Counts, Enqueued, Status, Wave
 from embed_assets.resources.model_gates import Model, Standing
-from embed_assets.resources.operator import DeadLetters, Latency
+from embed_assets.resources.operator import DeadLetters, Latency, Waiting
 from embed_assets.resources.similar_store import Refreshed
 from embed_assets.resources.vector_index import IndexState
 from embed_assets.resources.verdict import Verdict
@@ -149,6 +149,15 @@ def failures_table(groups: Sequence[DeadLetters]) -> Table:
     for group in groups:
         last = group.last_failed_at.strftime("%Y-%m-%d %H:%M")
         table.add_row(group.error_code, str(group.rows), group.sample, last, group.next_step)
+    return table
+
+
+def waiting_table(groups: Sequence[Waiting]) -> Table:
+    table = Table(title="waiting for another try", title_justify="left")
+    for heading in ("code", "rows", "for example", "next try"):
+        table.add_column(heading, justify="right" if heading == "rows" else "left")
+    for group in groups:
+        table.add_row(group.error_code, str(group.rows), group.sample, f"{group.next_attempt_at:%Y-%m-%d %H:%M:%S}")
     return table
 
 

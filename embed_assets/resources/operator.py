@@ -44,6 +44,17 @@ class DeadLetters:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Rows of one code that failed and are tried again by themselves, the first of them at `next_attempt_at`."""
+
+    error_code: str
+    error_class: str
+    rows: int
+    sample: str
+    next_attempt_at: datetime
+
+
+@dataclass(frozen=True)
 class DeadLetter:
     """One of them. `parked_until`: when a reconcile brings it back; None when it does at once, or never by itself."""
 
@@ -81,6 +92,12 @@ class Operator:
         with self._postgres.transaction() as cursor:
             rows = cursor.execute(query("operate.count_dead"), self._filters(code, ids)).fetchall()
         return [DeadLetters(**row) for row in rows]
+
+    def waiting(self, *, code: str | None = None) -> list[Waiting]:
+        """Failed rows that no operator need touch, grouped by code, the largest group first."""
+        with self._postgres.transaction() as cursor:
+            rows = cursor.execute(query("operate.count_waiting"), self._filters(code, None)).fetchall()
+        return [Waiting(**row) for row in rows]
 
     def listed(
         self,

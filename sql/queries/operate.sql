@@ -17,6 +17,21 @@ WHERE
 GROUP BY e.error_code, e.error_class
 ORDER BY count(*) DESC, e.error_code;
 
+-- name: count_waiting
+-- What failed and is tried again by itself.
+SELECT
+    e.error_code,
+    e.error_class,
+    count(*) AS rows,
+    min(e.source_id) AS sample,
+    min(e.next_attempt_at) AS next_attempt_at
+FROM embed_assets.semantic_outbox AS e
+WHERE
+    e.kind = %(kind)s AND e.status = 'retry_wait'
+    AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+GROUP BY e.error_code, e.error_class
+ORDER BY count(*) DESC, e.error_code;
+
 -- name: list_dead
 -- One by one, the newest failure first. Nothing in a prefix is a pattern.
 SELECT

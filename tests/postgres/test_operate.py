@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -24,7 +25,11 @@ from postgres.support import (
     wave_of,
 )
 from psycopg.errors import UndefinedFunction
+from rich.console import Console
+from typer.testing import CliRunner
 
+from embed_assets import console
+from embed_assets.cli import app
 from embed_assets.errors import AnswerContract, InputRejected
 from embed_assets.resources.operator import Operator
 from embed_assets.resources.retention import purge
@@ -233,6 +238,32 @@ def test_failures_are_grouped_by_code_with_a_sample_and_the_next_step(db, kind, 
     assert "change the row" in groups[0].next_step
     assert operator.retry(code="other") == 1
     assert (entry(db, worse), entry(db, bad)) == ("pending", "dead")
+
+
+def test_rows_that_wait_for_another_try_are_told_by_code_with_the_time_of_the_next_one(
+    db, kind, embedder, operator, database_url, monkeypatch
+):
+    soon, later = add_job(db, "<p>odd one</p>"), add_job(db, "<p>odd two</p>")
+    add_job(db)
+    embedder.reject = lambda text: AnswerContract("no vector", code="odd") if "odd" in text else None
+    drain(kind)
+    db.execute(
+        "UPDATE embed_assets.semantic_outbox SET next_attempt_at = '2300-01-01 12:30+00'::timestamptz "
+        "+ CASE source_id WHEN %s THEN interval '0' ELSE interval '1 day' END",
+        (str(soon),),
+    )
+    (group,) = operator.waiting()
+    assert (group.error_code, group.rows, group.sample) == ("odd", 2, str(min(soon, later)))
+    assert (f"{group.next_attempt_at:%Y-%m-%d %H:%M}", operator.waiting(code="other")) == ("2300-01-01 12:30", [])
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setattr(console, "out", Console(width=120, file=(told := io.StringIO())))
+    command = CliRunner().invoke
+    assert command(app, ["failures", "jobs"]).exit_code == 0
+    assert "no dead letters" in told.getvalue()
+    assert "odd" in told.getvalue()
+    assert "2300-01-01 12:30:00" in told.getvalue()
+    (shown,) = json.loads(command(app, ["failures", "jobs", "--json"]).stdout)
+    assert (shown["state"], shown["error_code"], shown["rows"]) == ("waiting", "odd", 2)
 
 
 @pytest.mark.ids("B-26")
