@@ -159,8 +159,8 @@ class ModelLife:
         standing = cursor.execute(query("models.standing"), self._ids(model_id)).fetchone()
         if corpus[role] != model_id or corpus["active_model_id"] != active or not standing or standing["dropped"]:
             raise NotReady(f"{to.identity} is not what it was a moment ago. See 'embed-assets models {self.kind}'")
-        if not force and (lost := self._gates.counted(cursor, model_id).lost):
-            raise NotReady(f"{lost} rows that search finds now are not embedded yet. Drain on, or switch with --force")
+        if not force and (unmet := self._gates.uncovered(self._gates.counted(cursor, model_id))):
+            raise NotReady(f"{unmet}. Drain on, or switch with --force")
         cursor.execute(query("models.switch"), self._ids(model_id))
         cursor.execute(query("models.unretire"), self._ids(model_id))
         search_outbox.queue_all(cursor, self.kind)

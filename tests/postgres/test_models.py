@@ -511,6 +511,24 @@ def test_what_was_abandoned_while_it_was_judged_is_not_switched_to(
     assert [model.state for model in kind.life.models()] == ["active", "retired"]
 
 
+def test_what_was_edited_while_the_index_was_judged_is_counted_once_more(
+    kind: Kind, beside: Kind, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain(beside)
+    judge = type(beside.life)._judge
+
+    def edited(life: Any, model: Any, stop: Stop) -> str | None:
+        unmet = judge(life, model, stop)
+        db.execute("UPDATE jobs SET description = description || ' edited'")
+        drain(kind)
+        return unmet
+
+    monkeypatch.setattr(type(beside.life), "_judge", edited)
+    with pytest.raises(NotReady, match="6 of 6 rows are not embedded yet"):
+        beside.life.switch()
+    assert value(db, SWITCHED) == (kind.model_id, None, beside.model_id)
+
+
 def test_two_new_models_that_start_at_once_leave_a_target_that_is_not_retired(
     kind: Kind, db: Db, database_url: str, make_kind: KindMaker
 ) -> None:
