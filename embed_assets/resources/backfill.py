@@ -21,6 +21,7 @@ from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.ranges import Range, in_ranges
+from embed_assets.resources.target import RetiredModel
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ BYTES_PER_DIMENSION, BYTES_PER_CHUNK = 8, 1_500
 
 @dataclass(frozen=True)
 class Progress:
-    """The newest request of one bucket. `open` rows are still to be done; `dead` ones failed for good."""
+    """The newest request of one bucket. `open` rows are still to be done; `dead` ones failed for good, `dismissed` ones
+    were given up by an operator."""
 
     request: int
     bucket: int
@@ -48,11 +50,13 @@ class Progress:
     rows: int
     open: int
     dead: int
+    dismissed: int
 
     @property
     def done(self) -> bool:
         """Each row that was asked for has been embedded or cleared since."""
-        return self.complete_at is not None and self.cancelled_at is None and not self.open and not self.dead
+        left = self.open + self.dead + self.dismissed
+        return self.complete_at is not None and self.cancelled_at is None and not left
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,15 @@ class Backfill:
         """Append the rows of these buckets to the feed, in lane 1; returns how many, by bucket.
 
         `selection`: `stale` rows only, or `all` that belong in search, whose vectors are then bought anew. In ranges
-        with a commit each. Interrupted, the buckets stay asked for and incomplete; asking again is harmless.
+        with a commit each. Interrupted, the buckets stay asked for and incomplete; asking again is harmless. Cancelled
+        meanwhile, no more rows are appended. Raises ConfigurationError when our models were retired.
         """
         stop = stop or Stop()
         values: dict[str, Any] = {"kind": self._bound.kind, "selection": selection, "reason": reason, "run_id": run_id}
-        asked = self._all("backfill.ask", values | {"buckets": sorted(set(buckets))})
+        asked = self._all("backfill.ask", values | {"buckets": sorted(set(buckets)), "models": self._models})
+        if buckets and not asked:
+            raise RetiredModel(f"The models of '{self._bound.kind}' that this process was started with are retired.")
         values |= {"buckets": [row["bucket"] for row in asked], "requests": [row["id"] for row in asked]}
-        values |= {"models": self._models}
 
         def append(part: Range) -> None:
             self._rows("backfill.append_range", values | part.ends)

@@ -21,6 +21,7 @@ from embed_assets.resources import ranges
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.ranges import GuiltyRow, Range, Work, in_ranges
+from embed_assets.resources.target import supersede
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
@@ -190,12 +191,20 @@ class _Enqueue:
         if healed := self._step(lambda cursor: cursor.execute(query("enqueue.heal_lost"), self._values()).rowcount):
             self._warn(f"{healed} leased entries had lost their wave: back to pending")
         self._revive("enqueue.revive_parked")
+        self._supersede_retired()
         for model_id in self.models:
 
             def unstamp(part: Range, model_id: int = model_id) -> None:
                 self.report.unstamped += self._rows("enqueue.unstamp_short", part, model=model_id)
 
             self._in_ranges("enqueue.stamp_bound", "", unstamp, model_id=model_id)
+
+    def _supersede_retired(self) -> None:
+        def work(cursor: Cursor[Row]) -> None:
+            for row in cursor.execute(query("enqueue.retired_with_entries"), self._values()).fetchall():
+                supersede(cursor, self._values() | row)
+
+        self._step(work)
 
     def _enter_unstamped(self) -> None:
         """Facts: chunks without a stamp. After the scan, which has entered those that belong in search, by rank."""

@@ -20,7 +20,7 @@ from embed_assets.resources import search_outbox, similar_store
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.model_gates import Gates, Model, Standing
 from embed_assets.resources.postgres import Postgres, Row
-from embed_assets.resources.target import locked, make_target
+from embed_assets.resources.target import locked, make_target, supersede
 from embed_assets.resources.vector_index import Progress, VectorIndex
 from embed_assets.settings import Settings
 from embed_assets.stop import Stop
@@ -167,7 +167,7 @@ class ModelLife:
         similar_store.invalidate_all(cursor, self._bound, model_id)
         for retired in {active, corpus["target_model_id"]} - {model_id, None}:
             cursor.execute(query("models.retire"), self._ids(retired))
-            cursor.execute(query("models.supersede"), self._ids(retired))
+            supersede(cursor, self._ids(retired))
         logger.info("%s: search reads model %s now, %s is retired", self.kind, model_id, active)
 
     def abandon(self) -> Model:

@@ -130,12 +130,12 @@ class Operator:
         """Take back the pending entries of one reason (`backfill`, …); returns how many, 0 is no error.
 
         What is leased, waiting or dead stays, and a row that is stale all the same comes back with the next scan.
+        What a backfill asked for stays too, as the backfill's.
         """
+        values = {"kind": self._kind, "reason": reason, "limit": BATCH}
         total = 0
-        while done := self._postgres.execute(
-            "operate.cancel_pending", {"kind": self._kind, "reason": reason, "limit": BATCH}
-        ):
-            total += done
+        while (row := self._postgres.one("operate.cancel_pending", values)) and row["seen"]:
+            total += row["taken"]
         return total
 
     def latency(self, *, hours: float = 24) -> Latency:

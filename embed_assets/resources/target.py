@@ -86,4 +86,10 @@ def make_target(cursor: Cursor[Row], ids: dict[str, Any]) -> None:
     cursor.execute(query("models.set_target"), ids)
     for row in cursor.execute(query("models.retire_unfinished"), ids).fetchall():
         logger.warning("%s: model %s, which was being built, is given up for another", ids["kind"], row["model_id"])
-        cursor.execute(query("models.supersede"), ids | row)
+        supersede(cursor, ids | row)
+
+
+def supersede(cursor: Cursor[Row], ids: dict[str, Any]) -> None:
+    """The entries of a retired model leave; backfills that were asked for it alone count as cancelled."""
+    cursor.execute(query("backfill.forsake"), ids)
+    cursor.execute(query("models.supersede"), ids)

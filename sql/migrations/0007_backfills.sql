@@ -13,6 +13,8 @@ CREATE TABLE embed_assets.reembed_requests (
     selection text NOT NULL CHECK (selection IN ('stale', 'all')),
     reason text NOT NULL,
     run_id text NOT NULL,
+    -- What its rows are entered for, whoever folds them.
+    models integer [] NOT NULL,
     asked_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- Set when the last of its rows stands in the feed: before, an empty queue says nothing.
     complete_at timestamptz,

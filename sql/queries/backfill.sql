@@ -1,17 +1,32 @@
 -- Backfills by buckets: asked for, followed, cancelled, estimated.
 
 -- name: ask
-INSERT INTO embed_assets.reembed_requests (kind, bucket, selection, reason, run_id)
-SELECT %(kind)s, b.bucket, %(selection)s, %(reason)s, %(run_id)s
+-- For the asker's models that nobody has retired, held so that who retires one meanwhile finds the request.
+WITH alive AS MATERIALIZED (
+    SELECT m.model_id FROM embed_assets.corpus_models AS m
+    WHERE m.kind = %(kind)s AND m.model_id = ANY(%(models)s) AND m.retired_at IS NULL
+    ORDER BY m.model_id
+    FOR SHARE
+)
+INSERT INTO embed_assets.reembed_requests (kind, bucket, selection, reason, run_id, models)
+SELECT %(kind)s, b.bucket, %(selection)s, %(reason)s, %(run_id)s, ARRAY(SELECT alive.model_id FROM alive)
 FROM unnest(%(buckets)s::integer []) AS b (bucket)
+WHERE EXISTS (SELECT FROM alive)
 ORDER BY b.bucket
 RETURNING id, bucket;
 
 -- name: append_range
 -- Rows of a range of keys that belong in search and, where only stale ones are wanted, are not what their vectors
 -- say. Forced where everything is asked for: vectors that are there already do not count. Appended in lane 1, so that
--- every change goes first.
-WITH found AS MATERIALIZED (
+-- every change goes first. Nothing for a request that was cancelled meanwhile; who cancels it now waits for this.
+WITH asked AS MATERIALIZED (
+    SELECT r.id, r.bucket, r.models FROM embed_assets.reembed_requests AS r
+    WHERE r.id = ANY(%(requests)s) AND r.cancelled_at IS NULL
+    ORDER BY r.id
+    FOR UPDATE
+),
+
+found AS MATERIALIZED (
     SELECT source.source_id, source.indexable, source.revision, source.scope
     FROM {source} AS source
     WHERE
@@ -23,13 +38,12 @@ appended AS (
     INSERT INTO embed_assets.source_changes (kind, source_id, reason, forced, lane, scope, request)
     SELECT %(kind)s, f.source_id, 'backfill', %(selection)s = 'all', 1, f.scope, r.id
     FROM found AS f
-    INNER JOIN unnest(%(buckets)s::integer [], %(requests)s::bigint []) AS r (bucket, id)
-        ON r.bucket = embed_assets.bucket_of(f.source_id)
+    INNER JOIN asked AS r ON r.bucket = embed_assets.bucket_of(f.source_id)
     WHERE
         CASE
             WHEN %(selection)s = 'all' THEN f.indexable
             ELSE EXISTS (
-                SELECT FROM unnest(%(models)s::integer []) AS m (model_id)
+                SELECT FROM unnest(r.models) AS m (model_id)
                 LEFT JOIN embed_assets.semantic_stamps AS s
                     ON s.kind = %(kind)s AND s.model_id = m.model_id AND s.source_id = f.source_id
                 WHERE
@@ -52,22 +66,33 @@ WHERE q.id = c.request;
 
 -- name: append_unreadable
 -- A row that the database cannot read is asked for by its key alone, so that its wave says why.
+WITH asked AS MATERIALIZED (
+    SELECT r.id, r.bucket FROM embed_assets.reembed_requests AS r
+    WHERE r.id = ANY(%(requests)s) AND r.cancelled_at IS NULL
+    ORDER BY r.id
+    FOR SHARE
+)
 INSERT INTO embed_assets.source_changes (kind, source_id, reason, forced, lane, request)
 SELECT %(kind)s, source.source_id, 'backfill', FALSE, 1, r.id
 FROM {source} AS source
-INNER JOIN unnest(%(buckets)s::integer [], %(requests)s::bigint []) AS r (bucket, id)
-    ON r.bucket = embed_assets.bucket_of(source.source_id)
+INNER JOIN asked AS r ON r.bucket = embed_assets.bucket_of(source.source_id)
 WHERE (source.key > %(after)s OR %(after)s IS NULL) AND (source.key <= %(upto)s OR %(upto)s IS NULL)
 ORDER BY source.source_id;
 
 -- name: complete
-UPDATE embed_assets.reembed_requests SET complete_at = clock_timestamp()
-WHERE id = ANY(%(requests)s) AND complete_at IS NULL
-RETURNING bucket, rows;
+WITH asked AS MATERIALIZED (
+    SELECT r.id FROM embed_assets.reembed_requests AS r
+    WHERE r.id = ANY(%(requests)s) AND r.complete_at IS NULL
+    ORDER BY r.id
+    FOR UPDATE
+)
+UPDATE embed_assets.reembed_requests AS q SET complete_at = clock_timestamp()
+FROM asked WHERE q.id = asked.id
+RETURNING q.bucket, q.rows;
 
 -- name: progress
 -- The newest request of each bucket: how many of its rows are still open (in the feed, or entries of some model), and
--- how many failed for good. By index, as large as what is open.
+-- how many failed for good or were given up. By index, as large as what is open.
 SELECT
     q.id AS request,
     q.bucket,
@@ -86,7 +111,11 @@ SELECT
     (
         SELECT count(*) FROM embed_assets.semantic_outbox AS o
         WHERE o.request = q.id AND o.status = 'dead' AND o.dismissed_at IS NULL
-    ) AS dead
+    ) AS dead,
+    (
+        SELECT count(*) FROM embed_assets.semantic_outbox AS o
+        WHERE o.request = q.id AND o.status = 'dead' AND o.dismissed_at IS NOT NULL
+    ) AS dismissed
 FROM generate_series(0, 63) AS b (bucket)
 CROSS JOIN LATERAL (
     SELECT * FROM embed_assets.reembed_requests AS r
@@ -97,19 +126,49 @@ CROSS JOIN LATERAL (
 ORDER BY q.bucket;
 
 -- name: open_requests
+-- A cancelled one too, as long as anything of it is left.
 SELECT q.id FROM embed_assets.reembed_requests AS q
 WHERE
-    q.kind = %(kind)s AND q.cancelled_at IS NULL
+    q.kind = %(kind)s
     AND (
-        q.complete_at IS NULL
+        (q.complete_at IS NULL AND q.cancelled_at IS NULL)
         OR EXISTS (SELECT FROM embed_assets.source_changes AS c WHERE c.request = q.id)
         OR EXISTS (SELECT FROM embed_assets.semantic_outbox AS o WHERE o.request = q.id AND o.status <> 'dead')
     )
 ORDER BY q.id;
 
 -- name: cancel
-UPDATE embed_assets.reembed_requests SET cancelled_at = clock_timestamp()
-WHERE id = ANY(%(requests)s) AND cancelled_at IS NULL;
+-- Waits for the range or the fold under way; from then on nothing of these is appended or entered any more.
+WITH asked AS MATERIALIZED (
+    SELECT r.id FROM embed_assets.reembed_requests AS r
+    WHERE r.id = ANY(%(requests)s) AND r.cancelled_at IS NULL
+    ORDER BY r.id
+    FOR UPDATE
+)
+UPDATE embed_assets.reembed_requests AS q SET cancelled_at = clock_timestamp()
+FROM asked WHERE q.id = asked.id;
+
+-- name: forsake
+-- Requests that are not done and of whose models none is left: what they asked for will never be there. Before the
+-- entries of the retired model leave, in the order of locks that a fold has.
+WITH forsaken AS MATERIALIZED (
+    SELECT r.id FROM embed_assets.reembed_requests AS r
+    WHERE
+        r.kind = %(kind)s AND r.cancelled_at IS NULL
+        AND NOT EXISTS (
+            SELECT FROM embed_assets.corpus_models AS m
+            WHERE m.kind = r.kind AND m.model_id = ANY(r.models) AND m.retired_at IS NULL
+        )
+        AND (
+            r.complete_at IS NULL
+            OR EXISTS (SELECT FROM embed_assets.source_changes AS c WHERE c.request = r.id)
+            OR EXISTS (SELECT FROM embed_assets.semantic_outbox AS o WHERE o.request = r.id)
+        )
+    ORDER BY r.id
+    FOR UPDATE
+)
+UPDATE embed_assets.reembed_requests AS q SET cancelled_at = clock_timestamp()
+FROM forsaken AS f WHERE q.id = f.id;
 
 -- name: cancel_feed
 DELETE FROM embed_assets.source_changes
@@ -122,15 +181,15 @@ WHERE ctid = ANY(ARRAY(
 ));
 
 -- name: cancel_entries
--- What the backfill alone asked for leaves; what was changed meanwhile stays, as an ordinary change. Held entries are
--- taken in the next round.
+-- What the backfill alone asked for leaves; what was changed meanwhile stays, as an ordinary change. Waits for entries
+-- that somebody holds: left alone, they would be bought all the same.
 WITH chosen AS MATERIALIZED (
     SELECT o.kind, o.source_id, o.model_id, o.status = 'pending' AND o.lane = 1 AS alone
     FROM embed_assets.semantic_outbox AS o
     WHERE o.request = ANY(%(requests)s)
     ORDER BY o.source_id, o.model_id
     LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED
+    FOR UPDATE
 ),
 
 left_alone AS (

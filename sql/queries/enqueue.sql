@@ -40,6 +40,10 @@ WHERE kind = %(kind)s AND token = %(token)s;
 -- name: fold
 -- Feed rows become entries. requested_at is this statement's clock, read after the entry's lock is had: a
 -- producer's own reading would lose requests that are committed late. The order of the inserts is the lock order.
+-- Who folds takes the row away from everybody, so what no scan finds again is entered for whoever it is meant for: a
+-- backfill's row for the models it was asked for, a forced one for every model that is searched or built. A plain change
+-- is entered for the models of this process; others find it by their scans. Requests are held until this commits: who
+-- cancels one comes before it, or finds what it entered.
 WITH taken AS (
     DELETE FROM embed_assets.source_changes
     WHERE ctid = ANY(ARRAY(
@@ -52,29 +56,46 @@ WITH taken AS (
     RETURNING source_id AS given, reason, forced, lane, scope, request
 ),
 
+asked AS MATERIALIZED (
+    SELECT r.id, r.models, r.cancelled_at IS NOT NULL AS cancelled
+    FROM embed_assets.reembed_requests AS r
+    WHERE r.id IN (SELECT taken.request FROM taken)
+    ORDER BY r.id
+    FOR SHARE
+),
+
 merged AS (
     SELECT
         t.source_id,
+        m.model_id,
         (array_agg(t.reason ORDER BY t.lane, t.reason))[1] AS reason,
         bool_or(t.forced) AS forced,
         min(t.lane) AS lane,
         max(t.scope) AS scope,
         max(t.request) AS request
     FROM (SELECT {canonical} AS source_id, taken.* FROM taken) AS t
-    WHERE t.source_id IS NOT NULL
-    GROUP BY t.source_id
+    LEFT JOIN asked AS a ON a.id = t.request
+    INNER JOIN embed_assets.corpora AS c ON c.kind = %(kind)s
+    INNER JOIN embed_assets.corpus_models AS m ON m.kind = c.kind AND m.retired_at IS NULL
+    WHERE
+        t.source_id IS NOT NULL
+        AND CASE
+            WHEN a.id IS NOT NULL THEN m.model_id = ANY(a.models) AND NOT a.cancelled
+            WHEN m.model_id = ANY(%(models)s) THEN TRUE
+            ELSE t.forced AND m.model_id IN (c.active_model_id, c.target_model_id)
+        END
+    GROUP BY t.source_id, m.model_id
 ),
 
 upserted AS (
     INSERT INTO embed_assets.semantic_outbox AS o
     (kind, source_id, model_id, scope, reason, lane, rank, forced, request)
     SELECT
-        %(kind)s, e.source_id, m.model_id, coalesce(source.scope, e.scope), e.reason, e.lane,
+        %(kind)s, e.source_id, e.model_id, coalesce(source.scope, e.scope), e.reason, e.lane,
         coalesce(source.rank, 'Infinity'), e.forced, e.request
     FROM merged AS e
-    CROSS JOIN unnest(%(models)s::integer []) AS m (model_id)
     LEFT JOIN {source} AS source ON source.key = {e_key}
-    ORDER BY e.source_id, m.model_id
+    ORDER BY e.source_id, e.model_id
     ON CONFLICT (kind, source_id, model_id) DO UPDATE SET
     requested_at = clock_timestamp(),
     forced = o.forced OR excluded.forced,
@@ -82,7 +103,7 @@ upserted AS (
     scope = coalesce(excluded.scope, o.scope),
     rank = excluded.rank,
     reason = excluded.reason,
-    request = coalesce(excluded.request, o.request),
+    request = greatest(excluded.request, o.request),
     attempts = 0,
     crashes = 0,
     timeouts = 0,
@@ -110,6 +131,7 @@ LIMIT 1;
 -- Indexable rows whose stamp is missing or says another revision. The anti-join on entries, not a merging
 -- upsert: a scan must neither rewrite the backlog nor wait for writers. `kept` counts the stamps that are to stay,
 -- so that the caller knows whether any is left over. The range of spellings keeps the join as small as the range.
+-- A model that was retired since the scan began gets no entry, here and below: nobody would take it away again.
 WITH ranged AS MATERIALIZED (
     SELECT source.source_id, source.revision, source.indexable, source.rank, source.scope
     FROM {source} AS source
@@ -140,6 +162,10 @@ inserted AS (
     FROM judged AS j
     WHERE
         j.indexable AND j.stale
+        AND j.model_id IN (
+            SELECT alive.model_id FROM embed_assets.corpus_models AS alive
+            WHERE alive.kind = %(kind)s AND alive.retired_at IS NULL
+        )
         AND NOT EXISTS (
             SELECT FROM embed_assets.semantic_outbox AS o
             WHERE o.kind = %(kind)s AND o.source_id = j.source_id AND o.model_id = j.model_id
@@ -160,6 +186,8 @@ INSERT INTO embed_assets.semantic_outbox (kind, source_id, model_id, reason, lan
 SELECT %(kind)s, source.source_id, m.model_id, %(reason)s, m.lane
 FROM {source} AS source
 CROSS JOIN unnest(%(models)s::integer [], %(lanes)s::integer []) AS m (model_id, lane)
+INNER JOIN embed_assets.corpus_models AS alive
+    ON alive.kind = %(kind)s AND alive.model_id = m.model_id AND alive.retired_at IS NULL
 WHERE (source.key > %(after)s OR %(after)s IS NULL) AND (source.key <= %(upto)s OR %(upto)s IS NULL)
 ORDER BY source.source_id, m.model_id
 ON CONFLICT (kind, source_id, model_id) DO NOTHING;
@@ -191,6 +219,10 @@ WHERE
     s.kind = %(kind)s AND s.model_id = %(model_id)s
     AND s.source_id > %(after)s AND (s.source_id <= %(upto)s OR %(upto)s IS NULL)
     AND found.indexable IS NOT TRUE
+    AND EXISTS (
+        SELECT FROM embed_assets.corpus_models AS alive
+        WHERE alive.kind = %(kind)s AND alive.model_id = %(model_id)s AND alive.retired_at IS NULL
+    )
     AND NOT EXISTS (
         SELECT FROM embed_assets.semantic_outbox AS o
         WHERE o.kind = %(kind)s AND o.source_id = s.source_id AND o.model_id = s.model_id
@@ -245,6 +277,16 @@ UPDATE embed_assets.semantic_outbox AS o SET status = 'pending'
 FROM lost
 WHERE o.kind = lost.kind AND o.source_id = lost.source_id AND o.model_id = lost.model_id;
 
+-- name: retired_with_entries
+-- Facts again: whoever read a model just before it was retired may have entered rows for it just after.
+SELECT m.model_id FROM embed_assets.corpus_models AS m
+WHERE
+    m.kind = %(kind)s AND m.retired_at IS NOT NULL
+    AND EXISTS (
+        SELECT FROM embed_assets.semantic_outbox AS o WHERE o.kind = m.kind AND o.model_id = m.model_id
+    )
+ORDER BY m.model_id;
+
 -- name: chunk_bound
 -- The key that ends the first %(size)s chunks of a range of keys.
 SELECT c.{key} AS bound FROM {chunks} AS c
@@ -267,7 +309,11 @@ FROM (
         AND (c.{key} > %(after)s OR %(after)s IS NULL) AND (c.{key} <= %(upto)s OR %(upto)s IS NULL)
 ) AS found
 WHERE
-    NOT EXISTS (
+    EXISTS (
+        SELECT FROM embed_assets.corpus_models AS alive
+        WHERE alive.kind = %(kind)s AND alive.model_id = {model_id} AND alive.retired_at IS NULL
+    )
+    AND NOT EXISTS (
         SELECT FROM embed_assets.semantic_stamps AS s
         WHERE s.kind = %(kind)s AND s.model_id = {model_id} AND s.source_id = found.source_id
     )

@@ -121,18 +121,37 @@ ORDER BY d.source_id;
 
 -- name: cancel_pending
 -- Takes back what nobody has begun; a leased, waiting or dead entry is not touched. Rows that are stale all the
--- same come back with the next scan.
+-- same come back with the next scan. What a backfill asked for too stays, as the backfill's: only its own cancelling
+-- (backfill.cancel) takes it back, or its bucket would be called done.
 WITH chosen AS MATERIALIZED (
-    SELECT e.kind, e.source_id, e.model_id
+    SELECT e.kind, e.source_id, e.model_id, e.request
     FROM embed_assets.semantic_outbox AS e
-    WHERE e.kind = %(kind)s AND e.status = 'pending' AND e.reason = %(reason)s
+    WHERE
+        e.kind = %(kind)s AND e.status = 'pending' AND e.reason = %(reason)s
+        AND (e.request IS NULL OR e.reason <> 'backfill')
     ORDER BY e.source_id, e.model_id
     LIMIT %(limit)s
     FOR UPDATE OF e SKIP LOCKED
+),
+
+left_alone AS (
+    UPDATE embed_assets.semantic_outbox AS o SET reason = 'backfill', lane = 1
+    FROM chosen AS c
+    WHERE
+        o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id AND c.request IS NOT NULL
+    RETURNING 1 AS one
+),
+
+taken AS (
+    DELETE FROM embed_assets.semantic_outbox AS o
+    USING chosen AS c
+    WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id AND c.request IS NULL
+    RETURNING 1 AS one
 )
-DELETE FROM embed_assets.semantic_outbox AS o
-USING chosen AS c
-WHERE o.kind = c.kind AND o.source_id = c.source_id AND o.model_id = c.model_id;
+
+SELECT
+    (SELECT count(*) FROM taken) AS taken,
+    (SELECT count(*) FROM left_alone) + (SELECT count(*) FROM taken) AS seen;
 
 -- name: lock_kind
 -- Pause and switch wait for the writes under way, and hold the next ones off for a moment.

@@ -139,10 +139,10 @@ MUTANTS = [
     _mutant(
         "a request is as old as its announcement",
         "enqueue.fold",
-        ("forced, lane, scope\n)", "forced, lane, scope, at\n)"),
+        ("lane, scope, request\n)", "lane, scope, request, at\n)"),
         ("max(t.scope) AS scope", "max(t.scope) AS scope, min(t.at) AS at"),
-        ("rank, forced)", "rank, forced, requested_at)"),
-        ("'Infinity'), e.forced", "'Infinity'), e.forced, e.at"),
+        ("forced, request)", "forced, request, requested_at)"),
+        ("e.forced, e.request", "e.forced, e.request, e.at"),
         ("requested_at = clock_timestamp()", "requested_at = excluded.requested_at"),
     ),
     _mutant(
@@ -187,7 +187,7 @@ MUTANTS = [
     _mutant(
         "chunks without a stamp are not noticed",
         "enqueue.enter_unstamped",
-        ("WHERE\n    NOT EXISTS", "WHERE FALSE AND NOT EXISTS"),
+        ("WHERE\n    EXISTS", "WHERE FALSE AND EXISTS"),
     ),
     # Operator
     _mutant("a paused kind is claimed from", "corpus.corpus", ("c.paused_at", "NULL::timestamptz AS paused_at")),

@@ -6,11 +6,27 @@ from typing import Any
 
 import pytest
 from fakes import HashEmbedder
-from postgres.support import Db, add_job, add_jobs, claim, drain, entries, fold, rows, value
+from postgres.conftest import KindMaker
+from postgres.support import (
+    Db,
+    add_job,
+    add_jobs,
+    background,
+    claim,
+    drain,
+    entries,
+    fold,
+    gate,
+    rows,
+    say,
+    until_blocked,
+    value,
+)
 
 from embed_assets.errors import InputRejected
 from embed_assets.resources.assembly import Kind
 from embed_assets.resources.backfill import BUCKETS, bucket_key, bucket_of
+from embed_assets.resources.operator import Operator
 
 ALL = range(BUCKETS)
 
@@ -141,6 +157,109 @@ def test_cancelling_takes_back_what_only_the_backfill_asked_for(kind: Kind, db: 
     assert sorted(entries(db)) == sorted(wave.source_ids)
     assert not any(one.done for one in kind.backfill.progress() if one.rows)
     assert kind.backfill.cancel() == 0
+
+
+def done(kind: Kind) -> set[bool]:
+    """Whether the buckets that have rows are done."""
+    return {one.done for one in kind.backfill.progress() if one.rows}
+
+
+def test_a_request_that_is_folded_late_does_not_take_the_rows_of_a_newer_one(kind: Kind, db: Db) -> None:
+    add_jobs(db, 6)
+    drain(kind)
+    ask(kind)
+    db.execute("UPDATE embed_assets.source_changes SET kind = 'held back'")
+    ask(kind)
+    fold(kind)
+    db.execute("UPDATE embed_assets.source_changes SET kind = 'jobs'")
+    fold(kind)
+    assert done(kind) == {False}
+    drain(kind)
+    assert done(kind) == {True}
+
+
+def test_cancelling_during_a_fold_waits_for_it_and_takes_back_what_it_entered(
+    kind: Kind, db: Db, database_url: str, make_kind: KindMaker, embedder: HashEmbedder
+) -> None:
+    add_jobs(db, 6)
+    drain(kind)
+    ask(kind)
+    embedder.texts.clear()
+    folding = make_kind()
+    with gate(database_url, "semantic_outbox") as held, background(lambda: fold(folding)) as folded:
+        held.wait()
+        with background(kind.backfill.cancel) as cancelled:
+            until_blocked(db, by="%SET cancelled_at%")
+            held.open()
+            assert cancelled.result(timeout=30) == 6
+        folded.result(timeout=30)
+    assert entries(db) == []
+    drain(kind)
+    assert (embedder.texts, done(kind)) == ([], {False})
+
+
+def test_cancelling_while_rows_are_asked_for_ends_the_asking(
+    kind: Kind, db: Db, make_kind: KindMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embed_assets.resources.ranges.RANGE_KEYS", 2)
+    add_jobs(db, 6)
+    drain(kind)
+    other, append = make_kind(), type(kind.backfill)._rows
+    cancelled: list[int] = []
+
+    def cancelling(self: Any, *arguments: Any) -> Any:
+        appended = append(self, *arguments)
+        cancelled.append(other.backfill.cancel())
+        return appended
+
+    monkeypatch.setattr(type(kind.backfill), "_rows", cancelling)
+    ask(kind)
+    assert cancelled == [2, 0, 0, 0]
+    assert rows(db, "SELECT source_id FROM embed_assets.source_changes") == []
+    assert done(kind) == {False}
+
+
+def test_what_was_cancelled_and_came_back_all_the_same_is_taken_back_by_cancelling_again(kind: Kind, db: Db) -> None:
+    add_jobs(db, 3)
+    drain(kind)
+    ask(kind)
+    fold(kind)
+    ask(kind)
+    db.execute("UPDATE embed_assets.reembed_requests SET cancelled_at = clock_timestamp()")
+    fold(kind)
+    assert value(db, "SELECT count(*) FROM embed_assets.source_changes") == 0
+    assert set(entries(db, "request <= 64")) == {True}, "what was cancelled is not entered"
+    assert kind.backfill.cancel() == 3
+    assert entries(db) == []
+
+
+def test_cancelling_changes_leaves_the_backfill_of_the_same_rows(kind: Kind, db: Db, embedder: HashEmbedder) -> None:
+    jobs = add_jobs(db, 3)
+    drain(kind)
+    ask(kind)
+    say(db, *jobs)
+    fold(kind)
+    embedder.texts.clear()
+    assert set(entries(db, "reason")) == {"write"}
+    assert Operator(kind.postgres, "jobs").cancel("write") == 0
+    assert set(entries(db, "reason, lane")) == {("backfill", 1)}
+    assert Operator(kind.postgres, "jobs").cancel("backfill") == 0, "its own cancelling takes it back"
+    assert done(kind) == {False}
+    drain(kind)
+    assert (len(embedder.texts), done(kind)) == (3, {True})
+
+
+def test_a_bucket_is_not_done_because_its_dead_letters_were_dismissed(
+    kind: Kind, db: Db, embedder: HashEmbedder
+) -> None:
+    add_jobs(db, 3)
+    drain(kind)
+    ask(kind)
+    embedder.reject = lambda text: InputRejected("no")
+    drain(kind)
+    assert Operator(kind.postgres, "jobs").dismiss() == 3
+    assert sum(one.dismissed for one in kind.backfill.progress()) == 3
+    assert done(kind) == {False}
 
 
 def test_a_row_that_cannot_be_read_is_asked_for_by_its_key_and_stops_no_other(kind: Kind, db: Db, make_kind) -> None:

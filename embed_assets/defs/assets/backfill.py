@@ -97,10 +97,11 @@ def buckets_done(kind: str) -> AssetChecksDefinition:
         asked = [one for one in backfill.progress(kind) if not one.cancelled_at]
         outstanding = [one for one in asked if one.open or one.complete_at is None]
         failed = [one for one in asked if one.dead]
+        given_up = [one for one in asked if one.dismissed]
         return AssetCheckResult(
             passed=not outstanding and not failed,
             severity=AssetCheckSeverity.WARN,
-            description=_what_to_do(len(outstanding), len(failed)),
+            description=_what_to_do(len(outstanding), len(failed), len(given_up)),
             metadata={
                 "buckets_asked_for": len(asked),
                 "buckets_outstanding": " ".join(bucket_key(one.bucket) for one in outstanding) or "none",
@@ -113,7 +114,11 @@ def buckets_done(kind: str) -> AssetChecksDefinition:
     return check
 
 
-def _what_to_do(outstanding: int, failed: int) -> str:
+def _what_to_do(outstanding: int, failed: int, given_up: int) -> str:
     if failed:
         return f"{failed} buckets hold rows that failed for good: see the dead letters, retry or dismiss them."
-    return f"{outstanding} buckets are under way: drains go on with them." if outstanding else "Every bucket is done."
+    if outstanding:
+        return f"{outstanding} buckets are under way: drains go on with them."
+    if given_up:
+        return f"{given_up} buckets hold rows that were dismissed, the others are done."
+    return "Every bucket is done."
