@@ -27,7 +27,7 @@ from embed_assets.stop import Stop
 
 operate = typer.Typer()
 
-Code = Annotated[str | None, typer.Option("--code", help="Only this error code.")]
+Code = Annotated[str | None, typer.Option("--code", help="Only this error code, or class.")]
 Ids = Annotated[list[str] | None, typer.Option("--id", help="Only this source id; may be given often.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without, only say what would be taken.")]
 
@@ -68,7 +68,7 @@ def retry(kind: KindName, code: Code = None, ids: Ids = None, yes: Yes = False) 
     with opened_kind(kind) as opened:
         operator = Operator(opened.postgres, kind)
         found = operator.dead_letters(code=code, ids=ids)
-        _say("retried", found, operator.retry(code=code, ids=ids) if yes else None)
+        _say("retried", found, operator.retry(code=code, ids=ids) if yes else None, operator)
 
 
 @operate.command()
@@ -77,7 +77,7 @@ def dismiss(kind: KindName, code: Code = None, ids: Ids = None, yes: Yes = False
     with opened_kind(kind) as opened:
         operator = Operator(opened.postgres, kind)
         found = operator.dead_letters(code=code, ids=ids)
-        _say("dismissed", found, operator.dismiss(code=code, ids=ids) if yes else None)
+        _say("dismissed", found, operator.dismiss(code=code, ids=ids) if yes else None, operator)
 
 
 @operate.command()
@@ -178,10 +178,13 @@ def _list(kind: str, code: str | None, prefix: str | None, limit: int, as_json: 
         console.out.print("no dead letters")
 
 
-def _say(done: str, found: list[DeadLetters], rows: int | None) -> None:
+def _say(done: str, found: list[DeadLetters], rows: int | None, operator: Operator) -> None:
+    if not found and not rows:
+        console.out.print(operator.codes())
+        return
     if rows is not None:
         console.out.print(f"{done} {rows}")
         return
     for group in found:
         console.out.print(f"would be {done}: {group.rows} with {group.error_code}, for example {group.sample}")
-    console.out.print("nothing was changed; add --yes" if found else "no dead letters")
+    console.out.print("nothing was changed; add --yes")

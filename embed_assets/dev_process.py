@@ -34,8 +34,11 @@ def run(
                 pass
         finally:
             code = child.poll()
+            if stop.is_set():
+                print("stopping: runs give back what they hold, which takes some seconds", flush=True)
             end(child)
     if stop.is_set():
+        print("stopped; an embedded Postgres stays up ('embed-assets down' stops it)", flush=True)
         return 0
     print(f"Dagster ended by itself with code {code}; its last lines say why.", flush=True)
     return code or 1

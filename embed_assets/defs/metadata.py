@@ -66,8 +66,8 @@ def of_writing(counts: Counts, *, waves: int, seconds: float) -> Numbers:
         "rows_indexed": counts.indexed,
         "rows_removed": counts.removed + counts.gone,
         "rows_superseded": counts.superseded,
-        "rows_failed": counts.failed,
-        "rows_dead": counts.dead,
+        "rows_failed_in_write": counts.failed,
+        "rows_dead_in_write": counts.dead,
         "rows_back": counts.back + counts.lost,
         "seconds": round(seconds, 3),
     }

@@ -77,9 +77,8 @@ def fake_server(
 def _serve(server: FakeServer) -> None:
     """Until interrupted; says every few seconds what came in. Texts are counted and let go."""
     with server:
-        typer.echo(f"EMBED_PROTOCOL=tei EMBED_URL={server.url}")
-        typer.echo(f"EMBED_PROTOCOL=openai EMBED_URL={server.openai_url}")
-        typer.echo(f"EMBED_PROTOCOL=hf EMBED_URL={server.hf_url}")
+        for protocol, url in (("tei", server.url), ("openai", server.openai_url), ("hf", server.hf_url)):
+            typer.echo(f"EMBED_PROTOCOL={protocol} EMBED_URL={url} EMBED_MODEL={server.model}")
         requests = texts = 0
         try:
             while not server.stopping.is_set():

@@ -73,13 +73,21 @@ class Operating:
         """Dead letters back to pending, with all their attempts."""
         groups = self._operator.dead_letters(code=code, ids=ids)
         done = None if dry_run else self._operator.retry(code=code, ids=ids)
-        return _of_groups("retried", groups, done)
+        return self._of_groups("retried", groups, done)
 
     def dismiss(self, *, code: str | None, ids: Ids, dry_run: bool) -> Taken:
         """Dead letters given up until their source changes."""
         groups = self._operator.dead_letters(code=code, ids=ids)
         done = None if dry_run else self._operator.dismiss(code=code, ids=ids)
-        return _of_groups("dismissed", groups, done)
+        return self._of_groups("dismissed", groups, done)
+
+    def _of_groups(self, done: str, groups: Sequence[DeadLetters], rows: int | None) -> Taken:
+        taken = sum(group.rows for group in groups) if rows is None else rows
+        text = f"{taken} dead letters: {_done(done, rows is None)}." if groups else f"{self._operator.codes()}."
+        table: list[Group] = [
+            {"code": g.error_code, "rows": g.rows, "for example": g.sample, "what to do": g.next_step} for g in groups
+        ]
+        return Taken(taken, text, table)
 
     def reindex(self, *, ids: Ids, forced: bool, dry_run: bool) -> Taken:
         """Enter rows that are out of sync, or these; `forced` buys texts again that are in sync."""
@@ -191,15 +199,6 @@ def _bound(postgres: Postgres, settings: Settings, registry: Registry, kind: str
 
 def _done(done: str, dry_run: bool) -> str:
     return f"would be {done}; nothing was changed" if dry_run else done
-
-
-def _of_groups(done: str, groups: Sequence[DeadLetters], rows: int | None) -> Taken:
-    taken = sum(group.rows for group in groups) if rows is None else rows
-    text = f"{taken} dead letters: {_done(done, rows is None)}." if groups else "No dead letter."
-    table: list[Group] = [
-        {"code": g.error_code, "rows": g.rows, "for example": g.sample, "what to do": g.next_step} for g in groups
-    ]
-    return Taken(taken, text, table)
 
 
 def _models(models: Sequence[Model]) -> list[Group]:

@@ -118,6 +118,13 @@ class Operator:
         row = self._postgres.one("operate.last_activity", {"kind": self._kind})
         return row["at"] if row else None
 
+    def codes(self) -> str:
+        """Which codes dead letters have, for whoever asked for another; `no dead letters` when there is none."""
+        groups = self.dead_letters()
+        if not groups:
+            return "no dead letters"
+        return "none of these; there are: " + ", ".join(f"{group.error_code} ({group.rows})" for group in groups)
+
     def retry(self, *, code: str | None = None, ids: Sequence[str] | None = None) -> int:
         """Back to pending with all attempts, whatever was parked; returns how many."""
         return self._in_batches("operate.retry_dead", code, ids)

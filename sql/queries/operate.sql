@@ -12,7 +12,7 @@ SELECT
 FROM embed_assets.semantic_outbox AS e
 WHERE
     e.kind = %(kind)s AND e.status = 'dead' AND e.dismissed_at IS NULL
-    AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+    AND (%(code)s IN (e.error_code, e.error_class) OR %(code)s::text IS NULL)
     AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
 GROUP BY e.error_code, e.error_class
 ORDER BY count(*) DESC, e.error_code;
@@ -28,7 +28,7 @@ SELECT
 FROM embed_assets.semantic_outbox AS e
 WHERE
     e.kind = %(kind)s AND e.status = 'retry_wait'
-    AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+    AND (%(code)s IN (e.error_code, e.error_class) OR %(code)s::text IS NULL)
 GROUP BY e.error_code, e.error_class
 ORDER BY count(*) DESC, e.error_code;
 
@@ -49,7 +49,7 @@ FROM embed_assets.dead_letters AS d
 INNER JOIN embed_assets.embedding_models AS m ON m.id = d.model_id
 WHERE
     d.kind = %(kind)s AND d.dismissed_at IS NULL
-    AND (d.error_code = %(code)s OR %(code)s::text IS NULL)
+    AND (%(code)s IN (d.error_code, d.error_class) OR %(code)s::text IS NULL)
     AND (d.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
     AND (starts_with(d.source_id, %(prefix)s) OR %(prefix)s::text IS NULL)
 ORDER BY d.last_failed_at DESC, d.source_id
@@ -69,7 +69,7 @@ WITH chosen AS MATERIALIZED (
     FROM embed_assets.semantic_outbox AS e
     WHERE
         e.kind = %(kind)s AND e.status = 'dead' AND e.dismissed_at IS NULL
-        AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+        AND (%(code)s IN (e.error_code, e.error_class) OR %(code)s::text IS NULL)
         AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
     ORDER BY e.source_id, e.model_id
     LIMIT %(limit)s
@@ -96,7 +96,7 @@ WITH chosen AS MATERIALIZED (
     FROM embed_assets.semantic_outbox AS e
     WHERE
         e.kind = %(kind)s AND e.status = 'dead' AND e.dismissed_at IS NULL
-        AND (e.error_code = %(code)s OR %(code)s::text IS NULL)
+        AND (%(code)s IN (e.error_code, e.error_class) OR %(code)s::text IS NULL)
         AND (e.source_id = ANY(%(ids)s) OR %(ids)s::text [] IS NULL)
     ORDER BY e.source_id, e.model_id
     LIMIT %(limit)s

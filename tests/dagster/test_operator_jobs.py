@@ -53,6 +53,8 @@ def kill(project: Project, *texts: str, error: type[Exception] = AnswerContract)
 @pytest.mark.ids("Q30")
 def test_a_dead_letter_is_revived_from_the_launchpad_and_the_next_drain_finishes_it(project: Project) -> None:
     kill(project, "bad")
+    none = told(start(project, "retry_dead_letters", code="wrong"))
+    assert (none["taken"], none["said"]) == (0, "none of these; there are: contract (1).")
     said = told(start(project, "retry_dead_letters"))
     assert (said["kind"], said["dry_run"], said["taken"], project.entries("dead")) == ("posts", True, 1, 1)
     assert "nothing was changed" in said["said"]
@@ -60,7 +62,7 @@ def test_a_dead_letter_is_revived_from_the_launchpad_and_the_next_drain_finishes
     assert (project.entries("dead"), project.entries("pending")) == (0, 1)
     assert project.drain(scan=False).success
     assert (project.fresh, project.value("SELECT count(*) FROM embed_assets.semantic_outbox")) == (1, 0)
-    assert do(project, "retry_dead_letters")["said"] == "No dead letter."
+    assert do(project, "retry_dead_letters")["said"] == "no dead letters."
 
 
 def test_dead_letters_are_told_by_code_and_taken_by_code_or_id(project: Project) -> None:

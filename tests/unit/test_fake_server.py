@@ -210,7 +210,7 @@ def test_the_command_says_where_it_listens_and_fails_as_told():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
-            url = process.stdout.readline().rpartition("EMBED_URL=")[2].strip()
+            url = process.stdout.readline().rpartition("EMBED_URL=")[2].split()[0]
             assert httpx.post(url, json={"inputs": ["fine"]}).status_code == 200
             assert httpx.post(url, json={"inputs": ["BAD"]}).status_code == 503
         finally:
