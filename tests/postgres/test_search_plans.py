@@ -168,12 +168,14 @@ def test_the_function_steps_over_hidden_rows_within_the_index_whatever_its_calle
     generate(db, kind, 2000)
     build_index(kind)
     db.execute("UPDATE jobs SET closed_at = now() WHERE id = ANY(%s)", (brute_force(db, kind, 1000),))
-    db.execute("ANALYZE jobs")
+    db.execute("ANALYZE")
     db.execute("SET hnsw.iterative_scan = off")
     read_whole = "SELECT pg_stat_get_xact_numscans(%s::regclass)"
+    partition = f"embed_assets.{kind.bound.partition_name(kind.model_id)}"
     with db.transaction():
+        before = value(db, read_whole, partition)  # what this session read and has not told yet
         found = rows(db, "SELECT source_id FROM embed_assets.search_jobs(%s::vector, 10)", vector(kind).tolist())
-        assert value(db, read_whole, f"embed_assets.{kind.bound.partition_name(kind.model_id)}") == 0
+        assert value(db, read_whole, partition) == before
     assert len(set(map(int, found)) & set(brute_force(db, kind, 10))) >= 9
 
 
