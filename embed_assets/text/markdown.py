@@ -7,10 +7,10 @@ tried are 25 times slower and have one or the other.
 from __future__ import annotations
 
 import re
-from threading import Lock
 
 from cmarkgfm import cmark
 
+from embed_assets.text.cmark import to_html
 from embed_assets.text.html import html_to_sections
 from embed_assets.text.plain import normalise, well_formed
 from embed_assets.text.sections import Section
@@ -19,7 +19,6 @@ from embed_assets.text.sections import Section
 _MOST_CELLS = 100_000
 _RAW_HTML = cmark.Options.CMARK_OPT_UNSAFE  # only its text is used
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\r?\n|\Z)", re.S | re.M)
-_parsing = Lock()  # cmark keeps its extensions' special characters in one table for all threads
 
 
 def markdown_to_sections(markdown: str) -> list[Section]:
@@ -33,6 +32,5 @@ def markdown_to_sections(markdown: str) -> list[Section]:
     body = markdown[front.end() :] if front else markdown
     widest = max((line.count("|") for line in body.splitlines()), default=0)
     extensions = ["strikethrough", *(["table"] if widest * body.count("\n") <= _MOST_CELLS else [])]
-    with _parsing:
-        html = cmark.markdown_to_html_with_extensions(body, options=_RAW_HTML, extensions=extensions)
+    html = to_html(body, options=_RAW_HTML, extensions=extensions)
     return [*([Section((), text)] if text else []), *html_to_sections(html, alternatives=True)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from linear import assert_linear
@@ -95,3 +97,19 @@ def test_threads_read_alike():
     source = "~~a~~ b\n\n| c |\n|---|\n| d |\n\n" * 200
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(text_of, [source] * 40))) == 1
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="told by Linux alone")
+def test_a_document_leaves_no_memory_behind():
+    text = "# Heading\n\n" + "A paragraph of *some* words.\n\n" * 3000
+    for _ in range(5):
+        markdown_to_sections(text)
+    before = resident()
+    for _ in range(40):
+        markdown_to_sections(text)
+    assert resident() - before < 15_000_000  # the trees alone would be 50 MB
