@@ -44,6 +44,8 @@ def make_partition(postgres: Postgres, bound: BoundCorpus, model_id: int, dimens
     for attempt in range(ATTACH_TRIES):
         try:
             with postgres.transaction(lock_timeout="300ms") as cursor:
+                # Of processes that start at once, one makes it and the others then see it.
+                cursor.execute(query("migrate.lock_transaction"))
                 if not _attached(cursor, bound, model_id):
                     _create_and_attach(cursor, bound, model_id, dimensions)
                 return
