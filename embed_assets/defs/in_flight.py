@@ -1,5 +1,6 @@
-"""How many drains of a kind are in flight, and whether the last ones came to anything. Reads Dagster's runs, bounded.
+"""Which runs are in flight: drains of a kind and whether the last came to anything, or a job that runs alone.
 
+Reads Dagster's runs, bounded.
 Dagster's word is not the last one: a run whose process died stays STARTED for ever, so one that neither moved for ten
 minutes nor holds a lease is not counted. What does not belong here: what follows from it (`decision`).
 """
@@ -40,6 +41,12 @@ def in_flight(instance: DagsterInstance, watch: Watch) -> InFlight:
         failed=bool(fruitless) and fruitless[0].dagster_run.status == DagsterRunStatus.FAILURE,
         ended_seconds_ago=now - _ended(fruitless[0]) if fruitless else 0.0,
     )
+
+
+def job_in_flight(instance: DagsterInstance, job: str) -> bool:
+    """Whether a run of a job that takes one at a time is alive, as far as Dagster knows and moves."""
+    running = instance.get_run_records(RunsFilter(job_name=job, statuses=list(RUNNING)), limit=MOST)
+    return any(not _forgotten(record, {}, time.time()) for record in running)
 
 
 def _forgotten(record: RunRecord, claimed: dict[str, bool], now: float) -> bool:

@@ -5,14 +5,12 @@ gates and the switch (`resources/model_life.py`).
 """
 
 from dagster import (
-    DagsterRunStatus,
     DefaultSensorStatus,
     JobDefinition,
     Nothing,
     OpExecutionContext,
     Out,
     RunRequest,
-    RunsFilter,
     SensorDefinition,
     SensorEvaluationContext,
     SkipReason,
@@ -22,19 +20,13 @@ from dagster import (
     sensor,
 )
 
+from embed_assets.defs.in_flight import job_in_flight
 from embed_assets.defs.naming import ASKED_TAG, KIND_TAG, models_job
 from embed_assets.defs.sensors import redacted
 from embed_assets.resources.dagster import PostgresResource
 from embed_assets.resources.opened import OpenKinds
 
 PROGRESS_STEP = 0.1
-IN_FLIGHT = [
-    DagsterRunStatus.NOT_STARTED,
-    DagsterRunStatus.QUEUED,
-    DagsterRunStatus.STARTING,
-    DagsterRunStatus.STARTED,
-    DagsterRunStatus.CANCELING,
-]
 
 
 def advance(kind: str) -> JobDefinition:
@@ -80,8 +72,7 @@ def waiting(kind: str, job: JobDefinition, opened: OpenKinds) -> SensorDefinitio
         except Exception as error:
             opened.forget(kind)
             return SkipReason(f"{kind} could not be looked at: {redacted(error, opened.settings)}")
-        filters = RunsFilter(job_name=models_job(kind), statuses=IN_FLIGHT)
-        if context.instance.get_runs(filters, limit=1):
+        if job_in_flight(context.instance, models_job(kind)):
             return SkipReason(f"A run of {models_job(kind)} is in flight")
         return RunRequest(tags={KIND_TAG: kind, ASKED_TAG: "sensor"})
 

@@ -5,13 +5,9 @@ What does not belong here: what a run does (`assets/similar.py`), which lists ar
 
 from __future__ import annotations
 
-import time
-
 from dagster import (
-    DagsterInstance,
     DefaultSensorStatus,
     RunRequest,
-    RunsFilter,
     SensorDefinition,
     SensorEvaluationContext,
     SkipReason,
@@ -19,7 +15,7 @@ from dagster import (
 )
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-from embed_assets.defs.in_flight import FORGOTTEN_SECONDS, RUNNING
+from embed_assets.defs.in_flight import job_in_flight
 from embed_assets.defs.naming import ASKED_TAG, KIND_TAG, similar_job
 from embed_assets.defs.sensors import redacted
 from embed_assets.resources.opened import OpenKinds
@@ -40,7 +36,7 @@ def waiting(kind: str, job: UnresolvedAssetJobDefinition, opened: OpenKinds) -> 
         except Exception as error:
             opened.forget(kind)
             return SkipReason(f"{kind} could not be looked at: {redacted(error, opened.settings)}")
-        if reason or _in_flight(context.instance, kind):
+        if reason or job_in_flight(context.instance, similar_job(kind)):
             return SkipReason(reason or f"A run of {similar_job(kind)} is in flight")
         return RunRequest(tags={KIND_TAG: kind, ASKED_TAG: "sensor"})
 
@@ -55,9 +51,3 @@ def _nothing_to_do(watch: Watch) -> str | None:
     if not waiting:
         return f"nothing is stale; {numbers}"
     return f"{postponed}; {numbers}" if postponed else None
-
-
-def _in_flight(instance: DagsterInstance, kind: str) -> bool:
-    """A run whose process died stays STARTED for ever: one that has not moved for ten minutes does not count."""
-    running = instance.get_run_records(RunsFilter(job_name=similar_job(kind), statuses=list(RUNNING)), limit=10)
-    return any(time.time() - record.update_timestamp.timestamp() < FORGOTTEN_SECONDS for record in running)

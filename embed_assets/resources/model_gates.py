@@ -83,10 +83,12 @@ class Gates:
         coverage = self.coverage(model.model_id)
         if unmet := self.uncovered(coverage) or self._too_many_dead(coverage):
             return unmet
+        if not index.possible:
+            return None
         recall = index.recall(queries=self._settings.switch_queries, seconds=RECALL_SECONDS, stop=stop)
         if recall is None and self._holds_chunks(model):
             return "its partition holds no chunk, though rows are stamped: the next reconcile finds them"
-        if index.possible and recall and 100 * recall.share < self._settings.switch_recall_percent:
+        if recall and 100 * recall.share < self._settings.switch_recall_percent:
             return (
                 f"recall@10 of its index is {recall.share:.1%} over {recall.queries} queries, below "
                 f"{self._settings.switch_recall_percent:g} % (EMBED_SWITCH_RECALL_PERCENT)"

@@ -81,30 +81,28 @@ class ModelLife:
         Again and again without harm; what another process is doing now is left to it. `progress` is told each second
         how far an index is, 0 to 1.
         """
-        done = []
-        for model in self.models():
+        done, models = [], self.models()
+        for model in models:
             if model.retired_at or not (model.active or model.target):
                 continue
             stop.check()
-            unmet = self._build(model, progress) or (
-                None if model.active else self._gates.judge(model, self.index_of(model), stop)
-            )
+            unmet = self._build(model, progress) or (None if model.active else self._judge(model, stop))
             self._note(model, unmet)
             if unmet:
                 done.append(f"{model.identity}: {unmet}")
             elif not model.active and self._settings.switch == "automatic":
-                done.append(f"{model.identity}: {self._switched(model)}")
+                done.append(f"{model.identity}: {self._switched(model, models)}")
             elif not model.active:
                 done.append(f"{model.identity}: ready, search reads it when an operator says so")
             elif not model.index_ready:
                 done.append(f"{model.identity}: indexed")
         return done
 
-    def _switched(self, model: Model) -> str:
+    def _switched(self, model: Model, models: Sequence[Model]) -> str:
         """Switch, unless another process or an operator decided otherwise while the model was judged."""
         try:
-            self.switch(model.model_id)
-        except (NotReady, ConfigurationError) as decided:
+            self._move(model, "target_model_id", models, force=False)
+        except NotReady as decided:
             return str(decided)
         return "search reads it now"
 
@@ -126,7 +124,7 @@ class ModelLife:
     def _note(self, model: Model, unmet: str | None) -> None:
         self._postgres.execute("models.note_judgement", self._ids(model.model_id) | {"unmet": unmet})
 
-    def switch(self, model_id: int | None = None, *, force: bool = False) -> Model:
+    def switch(self, *, force: bool = False) -> Model:
         """Let search read the target. Raises NotReady when a gate does not hold (`force`: whatever the gates say).
 
         One transaction, under the kind's exclusive lock: it waits for the writes under way, and searches wait for
@@ -134,7 +132,7 @@ class ModelLife:
         is looked at again whether the target is still the one that was judged.
         """
         models = self.models()
-        target = self._the(models, lambda model: model.target and (model_id in (None, model.model_id)), "being built")
+        target = self._the(models, lambda model: model.target, "being built")
         if target.active:
             raise NotReady(f"{target.identity} is active already: nothing is being built")
         if not force and (unmet := self._build(target) or self._judge(target, Stop())):

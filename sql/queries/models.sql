@@ -256,7 +256,7 @@ SELECT EXISTS (
 
 -- name: try_to_build
 -- One builder for each partition: two at once would wait for each other. Held by the session that builds.
-SELECT pg_try_advisory_lock(1701667430, (to_regclass(%(partition)s)::oid::bigint - 2147483648)::integer) AS mine;
+SELECT pg_try_advisory_lock(1701667431, (to_regclass(%(partition)s)::oid::bigint - 2147483648)::integer) AS mine;
 
 -- name: drop_partition
 DROP TABLE IF EXISTS {partition};

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import pytest
 from dagster import DagsterRunStatus, RunRequest, SkipReason, build_sensor_context
 
 from tests.dagster.project import QUIET, Project
@@ -72,6 +74,9 @@ def test_one_run_at_a_time_and_an_error_becomes_a_reason(project: Project) -> No
     result = look(project)
     assert isinstance(result, SkipReason)
     assert "in flight" in (result.skip_message or "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("embed_assets.defs.in_flight.time.time", lambda: time.monotonic() + 4e9)
+        assert asks(project), "a run that died long ago holds nobody up"
     project.instance.report_run_canceled(run)
     assert asks(project)
     project.db.execute("ALTER TABLE embed_assets.corpus_models RENAME COLUMN judged_at TO elsewhere")

@@ -864,7 +864,7 @@ def test_two_never_build_one_index_at_once(kind: Kind, db: Db, database_url: str
     index = kind.life.index_of(kind.life.models()[0])
     with connect(database_url) as builder:
         builder.execute(
-            "SELECT pg_advisory_lock(1701667430, (%s::regclass::oid::bigint - 2147483648)::integer)",
+            "SELECT pg_advisory_lock(1701667431, (%s::regclass::oid::bigint - 2147483648)::integer)",
             (f"embed_assets.{kind.bound.partition_name(kind.model_id)}",),
         )
         assert index.build() is False
