@@ -15,11 +15,8 @@ from typing import Annotated
 import typer
 
 from embed_assets import console
-from embed_assets.cli_shared import AsJson, KindName, until_signalled
-from embed_assets.resources.assembly import database_url, find_corpus
-from embed_assets.resources.declaration import bind
+from embed_assets.cli_shared import AsJson, KindName, bound_kind, until_signalled
 from embed_assets.resources.model_life import ModelLife
-from embed_assets.resources.postgres import Postgres
 from embed_assets.settings import load_settings
 from embed_assets.stop import Stop
 
@@ -30,14 +27,8 @@ Force = Annotated[bool, typer.Option("--force", help="Whatever the gates say.")]
 
 @contextmanager
 def _life(kind: str) -> Iterator[tuple[ModelLife, Stop]]:
-    settings = load_settings()
-    postgres = Postgres(database_url(settings))
-    try:
-        life = ModelLife(postgres, bind(postgres, find_corpus(settings, kind)), settings)
-        with until_signalled(postgres) as stop:
-            yield life, stop
-    finally:
-        postgres.close()
+    with bound_kind(kind) as (postgres, bound), until_signalled(postgres) as stop:
+        yield ModelLife(postgres, bound, load_settings()), stop
 
 
 @models_app.command()

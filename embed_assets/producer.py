@@ -12,9 +12,9 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-logger = logging.getLogger(__name__)
+from embed_assets.queries import query
 
-ENQUEUE = "SELECT embed_assets.enqueue(%s, %s::text[], %s, %s, %s, %s)"
+logger = logging.getLogger(__name__)
 
 
 def announce(
@@ -35,12 +35,13 @@ def announce(
     """
     if connection is None or not ids:
         return 0
-    values = (kind, [None if one is None else str(one) for one in ids], reason, forced, lane, scope)
+    texts = [None if one is None else str(one) for one in ids]
+    values = {"kind": kind, "ids": texts, "reason": reason, "forced": forced, "lane": lane, "scope": scope}
     try:
         if not connection.autocommit:
-            connection.execute("SELECT")  # begins the caller's transaction, else the block below would commit its own
+            connection.execute(query("producer.begin"))  # else the block below would begin, and commit, its own
         with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
-            row = cursor.execute(ENQUEUE, values).fetchone()
+            row = cursor.execute(query("producer.announce"), values).fetchone()
     except psycopg.Error as error:
         logger.warning("%s: %s rows could not be announced (%s); a scan will find them", kind, len(ids), error.sqlstate)
         return 0

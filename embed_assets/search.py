@@ -26,7 +26,7 @@ from embed_assets.resources.assembly import as_sent, database_url, query_embedde
 from embed_assets.resources.declaration import BoundCorpus, bind
 from embed_assets.resources.postgres import Postgres, Row
 from embed_assets.resources.search_statements import nearest
-from embed_assets.resources.vector_index import vector_type
+from embed_assets.resources.vector_index import compared_as
 from embed_assets.settings import Settings
 from embed_assets.text import chunk_id
 
@@ -159,12 +159,11 @@ def _nearest(
 
 def nearest_statement(bound: BoundCorpus, active: Row, source: sql.Composable | None = None) -> sql.Composed:
     """With the parameters `query` and `k`, and those of the filter in `source`."""
-    indexed = vector_type(active["dimensions"])
     return nearest(
         bound,
         model_id=sql.Literal(active["id"]),
         dimensions=sql.Literal(active["dimensions"]),
-        type_=indexed[0] if indexed else sql.SQL("vector"),
+        type_=compared_as(active["dimensions"]),
         vector=sql.Placeholder("query"),
         k=sql.Placeholder("k"),
         source=source,

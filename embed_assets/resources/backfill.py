@@ -158,7 +158,7 @@ class Backfill:
         return found
 
     def _bytes_per_chunk(self) -> float | None:
-        partition = f'embed_assets."{self._bound.partition_name(self._models[-1])}"'
+        partition = self._bound.partition_path(self._models[-1])
         row = self._postgres.one("backfill.bytes_per_chunk", {"partition": partition})
         return float(row["bytes"]) if row and row["bytes"] else None
 

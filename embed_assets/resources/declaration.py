@@ -72,6 +72,10 @@ class BoundCorpus:
     def partition_name(self, model_id: int) -> str:
         return f"{self.corpus.chunk_table}_m{model_id}"
 
+    def partition_path(self, model_id: int) -> str:
+        """For to_regclass."""
+        return f'embed_assets."{self.partition_name(model_id)}"'
+
     def partition(self, model_id: int) -> sql.Identifier:
         return sql.Identifier("embed_assets", self.partition_name(model_id))
 

@@ -104,12 +104,11 @@ class Health:
         """Rows that failed for good, by code."""
         groups = Operator(self._postgres, self._kind.kind).dead_letters()
         rows = sum(group.rows for group in groups)
-        table: list[Mapping[str, str | int]] = [
-            {"code": g.error_code, "rows": g.rows, "for example": g.sample, "what to do": g.next_step} for g in groups
-        ]
         advice = "Do what the table says, then run the job retry_dead_letters (or dismiss_dead_letters) with that code."
         text = f"{rows} rows failed for good, of {len(groups)} codes" if rows else "no dead letter"
-        return Finding(not rows, text, advice, True, {"rows_dead": rows, "codes": len(groups)}, table)
+        return Finding(
+            not rows, text, advice, True, {"rows_dead": rows, "codes": len(groups)}, [g.shown for g in groups]
+        )
 
     def oldest_due(self) -> Finding:
         """How long the oldest change waits, against EMBED_FRESH_SECONDS."""
@@ -244,24 +243,24 @@ class Health:
 
     def search_feed(self) -> Finding:
         """Whether whoever feeds an external index keeps up."""
-        row = self._row("feeds", limit=BACKLOG_LIMIT)
-        seconds, allowed = row["search_seconds"] or 0.0, self._settings.search_feed_seconds
-        text = f"{_count(row['search'])} changes wait for an external index, the oldest for {seconds:.0f} s"
+        row = self._row("feed", feed="search")
+        seconds, allowed = row["seconds"] or 0.0, self._settings.search_feed_seconds
+        text = f"{_count(row['rows'])} changes wait for an external index, the oldest for {seconds:.0f} s"
         advice = "See the consumer of search_outbox: it takes embed_assets.search_changes and must acknowledge them."
-        numbers = {"changes_waiting": row["search"], "oldest_seconds": round(seconds, 1)}
+        numbers = {"changes_waiting": row["rows"], "oldest_seconds": round(seconds, 1)}
         return Finding(allowed is None or seconds <= allowed, text, advice, False, numbers)
 
     def similar_feed(self) -> Finding:
         """Whether the lists of similar items keep up."""
         if self._kind.bound.corpus.similar is None or not self._models:
             return Finding(True, "no similar items are kept", numbers={"rows_waiting": 0})
-        row = self._row("feeds", limit=BACKLOG_LIMIT)
-        seconds = row["similar_seconds"] or 0.0
+        row = self._row("feed", feed="similar")
+        seconds = row["seconds"] or 0.0
         if postponed := SimilarStore(self._postgres, self._kind.bound).postponed():
-            return Finding(True, f"postponed: {postponed}", numbers={"rows_waiting": row["similar"]})
-        text = f"{_count(row['similar'])} rows wait for their neighbours, the oldest for {seconds:.0f} s"
+            return Finding(True, f"postponed: {postponed}", numbers={"rows_waiting": row["rows"]})
+        text = f"{_count(row['rows'])} rows wait for their neighbours, the oldest for {seconds:.0f} s"
         advice = f"See the last tick of the sensor {self._kind.kind}_similar and the last run of the job of that name."
-        numbers = {"rows_waiting": row["similar"], "oldest_seconds": round(seconds, 1)}
+        numbers = {"rows_waiting": row["rows"], "oldest_seconds": round(seconds, 1)}
         return Finding(seconds <= self._settings.fresh_seconds, text, advice, False, numbers)
 
     def _rows(self, name: str, **values: Any) -> list[Row]:

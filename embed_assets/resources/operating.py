@@ -84,17 +84,15 @@ class Operating:
     def _of_groups(self, done: str, groups: Sequence[DeadLetters], rows: int | None) -> Taken:
         taken = sum(group.rows for group in groups) if rows is None else rows
         text = f"{taken} dead letters: {_done(done, rows is None)}." if groups else f"{self._operator.codes()}."
-        table: list[Group] = [
-            {"code": g.error_code, "rows": g.rows, "for example": g.sample, "what to do": g.next_step} for g in groups
-        ]
-        return Taken(taken, text, table)
+        return Taken(taken, text, [group.shown for group in groups])
 
     def reindex(self, *, ids: Ids, forced: bool, dry_run: bool) -> Taken:
         """Enter rows that are out of sync, or these; `forced` buys texts again that are in sync."""
         if forced and ids is None:
             raise ConfigurationError("To buy every text again is a backfill: forced needs ids. Name them.")
-        row = self.postgres.one("operator_jobs.target", {"kind": self.kind})
-        values = {"kind": self.kind, "ids": ids and list(ids), "model_id": row and row["model_id"], "forced": forced}
+        row = self.postgres.one("corpus.corpus", {"kind": self.kind})
+        model_id = row and row["target_model_id"]
+        values = {"kind": self.kind, "ids": ids and list(ids), "model_id": model_id, "forced": forced}
         chosen = query("operator_jobs.present" if forced else "operator_jobs.out_of_sync", **self.bound.fragments())
         rows = self._count("count" if dry_run else "request", chosen, values)
         what = "asked for" if forced else "out of sync"

@@ -42,6 +42,11 @@ class DeadLetters:
     def next_step(self) -> str:
         return NEXT_STEPS.get(self.error_class, "retry it, and see the log of the run that fails")
 
+    @property
+    def shown(self) -> dict[str, str | int]:
+        """As a row of a table for people."""
+        return {"code": self.error_code, "rows": self.rows, "for example": self.sample, "what to do": self.next_step}
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -162,7 +167,7 @@ class Operator:
 
     def _exclusively(self, name: str) -> bool:
         with self._postgres.transaction() as cursor:
-            cursor.execute(query("operate.lock_kind"), {"kind": self._kind})
+            cursor.execute(query("models.lock_kind"), {"kind": self._kind})
             return cursor.execute(query(name), {"kind": self._kind}).rowcount > 0
 
     def _in_batches(self, name: str, code: str | None, ids: Sequence[str] | None) -> int:

@@ -66,8 +66,7 @@ def flat(vectors: Sequence[Any]) -> NDArray[np.float64]:
 
 
 def _sample(kind: Kind) -> dict[str, Any]:
-    partition = f'embed_assets."{kind.bound.partition_name(kind.model_id)}"'
-    row = kind.postgres.one("models.chunks_estimate", {"partition": partition})
+    row = kind.postgres.one("models.chunks_estimate", {"partition": kind.bound.partition_path(kind.model_id)})
     return {"percent": min(100.0, 300.0 * VECTORS / max(1, row["chunks"] if row else 1)), "size": VECTORS}
 
 

@@ -22,7 +22,7 @@ from embed_assets.errors import ConfigurationError, EmbedAssetsError
 from embed_assets.queries import query
 from embed_assets.resources.declaration import BoundCorpus
 from embed_assets.resources.postgres import Postgres, Row
-from embed_assets.resources.vector_index import VectorIndex, vector_type
+from embed_assets.resources.vector_index import VectorIndex, compared_as
 from embed_assets.stop import Stop
 
 logger = logging.getLogger(__name__)
@@ -243,9 +243,8 @@ class SimilarStore:
         return self._postgres.retrying(lambda cursor: cursor.execute(self._sql(name, model), values).rowcount)
 
     def _sql(self, name: str, model: Row) -> sql.Composed:
-        indexed = vector_type(model["dimensions"])
         cast = sql.SQL("({}.embedding::{}({}))")
-        type_, width = indexed[0] if indexed else sql.SQL("vector"), sql.Literal(model["dimensions"])
+        type_, width = compared_as(model["dimensions"]), sql.Literal(model["dimensions"])
         keys = {f"{alias}_key": self._bound.key_of(alias) for alias in ("t", "w", "g", "o")}
         return query(
             f"similar.{name}",

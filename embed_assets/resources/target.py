@@ -76,7 +76,7 @@ def _model_id(postgres: Postgres, identity: str, dimensions: int) -> int:
 def locked(cursor: Cursor[Row], kind: str) -> Row:
     """The kind's active, previous and target model, read once its exclusive lock is had and nobody changes them."""
     cursor.execute(query("models.lock_kind"), {"kind": kind})
-    row = cursor.execute(query("models.standing_of"), {"kind": kind}).fetchone()
+    row = cursor.execute(query("corpus.corpus"), {"kind": kind}).fetchone()
     assert row is not None
     return row
 

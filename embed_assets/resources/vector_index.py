@@ -63,6 +63,12 @@ def vector_type(dimensions: int) -> tuple[sql.SQL, sql.SQL] | None:
     return None
 
 
+def compared_as(dimensions: int) -> sql.SQL:
+    """The type in which vectors of this width are compared, by the index or without one."""
+    indexed = vector_type(dimensions)
+    return indexed[0] if indexed else sql.SQL("vector")
+
+
 class VectorIndex:
     """The index of one partition."""
 
@@ -72,7 +78,7 @@ class VectorIndex:
         self._partition = bound.partition(model_id)
         self._ids = {"kind": bound.kind, "model_id": model_id}
         self._names = {
-            "partition": f'embed_assets."{bound.partition_name(model_id)}"',
+            "partition": bound.partition_path(model_id),
             "index": f'embed_assets."{self._name}"',
         }
         kind = vector_type(dimensions)

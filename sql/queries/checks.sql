@@ -106,31 +106,10 @@ FROM (
 ORDER BY who.age DESC NULLS LAST, who.seconds DESC NULLS LAST
 LIMIT 1;
 
--- name: feeds
--- How much waits in the feeds that others consume, counted up to a limit, and for how long the oldest does.
-SELECT
-    (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.search_outbox AS s WHERE s.kind = %(kind)s LIMIT %(limit)s
-        ) AS bounded
-    ) AS search,
-    (
-        SELECT extract(EPOCH FROM clock_timestamp() - s.at)::float8 FROM embed_assets.search_outbox AS s
-        WHERE s.kind = %(kind)s
-        ORDER BY s.id
-        LIMIT 1
-    ) AS search_seconds,
-    (
-        SELECT count(*) FROM (
-            SELECT FROM embed_assets.similar_invalidations AS i WHERE i.kind = %(kind)s LIMIT %(limit)s
-        ) AS bounded
-    ) AS similar,
-    (
-        SELECT extract(EPOCH FROM clock_timestamp() - i.at)::float8 FROM embed_assets.similar_invalidations AS i
-        WHERE i.kind = %(kind)s
-        ORDER BY i.id
-        LIMIT 1
-    ) AS similar_seconds;
+-- name: feed
+-- How much waits in a feed that others consume, counted up to 10,000, and for how long the oldest does.
+SELECT f.rows, f.oldest_seconds AS seconds FROM embed_assets.feed_metrics AS f
+WHERE f.kind = %(kind)s AND f.feed = %(feed)s;
 
 -- name: stamps
 -- Rows that a model holds, counted up to a limit.

@@ -54,7 +54,7 @@ INSERT INTO embed_assets.corpora (kind) VALUES (%(kind)s) ON CONFLICT (kind) DO 
 INSERT INTO embed_assets.corpus_scans (kind) VALUES (%(kind)s) ON CONFLICT (kind) DO NOTHING;
 
 -- name: corpus
-SELECT c.kind, c.lock_id, c.active_model_id, c.target_model_id, c.paused_at
+SELECT c.kind, c.lock_id, c.active_model_id, c.previous_model_id, c.target_model_id, c.paused_at
 FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
 
 -- name: model_of

@@ -13,13 +13,9 @@ LEFT JOIN embed_assets.corpus_models AS cm ON cm.kind = c.kind AND cm.model_id =
 WHERE c.kind = %(kind)s;
 
 -- name: lock_kind
--- Switch, rollback, a new target and a drop wait for the writes under way, and every later write waits for them. A
--- statement of its own: what it would read beside the lock is of the time before it had the lock.
+-- Pause, switch, rollback, a new target and a drop wait for the writes under way; every later write waits for them.
+-- A statement of its own: what it would read beside the lock is of the time before it had the lock.
 SELECT pg_advisory_xact_lock(1701667428, c.lock_id) AS held
-FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
-
--- name: standing_of
-SELECT c.active_model_id, c.previous_model_id, c.target_model_id
 FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
 
 -- name: add_corpus_model

@@ -153,10 +153,6 @@ SELECT
     (SELECT count(*) FROM taken) AS taken,
     (SELECT count(*) FROM left_alone) + (SELECT count(*) FROM taken) AS seen;
 
--- name: lock_kind
--- Pause and switch wait for the writes under way, and hold the next ones off for a moment.
-SELECT pg_advisory_xact_lock(1701667428, c.lock_id) FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
-
 -- name: pause
 UPDATE embed_assets.corpora SET paused_at = clock_timestamp() WHERE kind = %(kind)s AND paused_at IS NULL;
 

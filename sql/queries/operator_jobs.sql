@@ -3,11 +3,6 @@
 -- name: known_kind
 SELECT TRUE AS known FROM embed_assets.corpora AS c WHERE c.kind = %(kind)s;
 
--- name: target
--- The model that is kept fresh, or built: that of the newest settings.
-SELECT coalesce(c.target_model_id, c.active_model_id) AS model_id FROM embed_assets.corpora AS c
-WHERE c.kind = %(kind)s;
-
 -- name: out_of_sync
 -- Rows that the stamps call stale, each once: never embedded, another revision, or to be cleared. Judged by stamps
 -- alone; what is on its way already, or was given up, is left to itself. ids: only these.

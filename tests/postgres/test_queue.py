@@ -609,7 +609,7 @@ def test_names_whose_hashes_collide_neither_wait_for_each_other_nor_hide_each_ot
     held, free = make_kind(notes(db, one, "a")), make_kind(notes(db, two, "b"))
     db.execute(f"INSERT INTO {two} VALUES (%s, 'c'), (%s, 'd')".encode(), (one, two))
     with connect(database_url) as pausing:
-        pausing.execute(query("operate.lock_kind"), {"kind": one})
+        pausing.execute(query("models.lock_kind"), {"kind": one})
         assert drain(free).indexed == 3
     assert stamps(db) == sorted([f"{two}-0", one, two])
     assert drain(held).indexed == 1
