@@ -1,9 +1,10 @@
-"""What follows a backfill: the sensor that reports done buckets, and the jobs that estimate and cancel one.
+"""What goes with a backfill: the sensor that reports done buckets, and the job that estimates one.
 
-What does not belong here: the assets that people launch (`assets/backfill.py`).
+What does not belong here: the assets that people launch (`assets/backfill.py`), and taking one back (`operator_jobs`).
 """
 
 import json
+from typing import Any
 
 from dagster import (
     AssetMaterialization,
@@ -26,6 +27,7 @@ from pydantic import Field
 
 from embed_assets.defs.assets.backfill import Only
 from embed_assets.defs.naming import OPERATOR_TAG, key
+from embed_assets.defs.operator_jobs import prefilled
 from embed_assets.defs.sensors import redacted
 from embed_assets.resources.backfill import Progress, bucket_key
 from embed_assets.resources.dagster import BackfillResource
@@ -71,47 +73,24 @@ def _numbers(asked: list[Progress]) -> str:
     return f"No bucket became done: {len(open_)} under way, {rows} rows open, {dead} dead"
 
 
-class CancelConfig(Config):
-    """Which backfills to take back."""
-
-    kind: str
-    dry_run: bool = Field(True, description="Only say what would be taken back.")
-
-
-class EstimateConfig(Config):
+class Estimated(Config):
     """What to estimate."""
 
-    kind: str
+    kind: str = Field(description="The kind it is about.")
     only: Only = Field(Only.ALL, description="all: as before a new model; stale: what a drain would do now.")
 
 
-def cancel_backfill() -> JobDefinition:
-    @op(out=Out(Nothing), description="Take back what backfills asked for and is not under way.")
-    def cancel(context: OpExecutionContext, backfill: BackfillResource, config: CancelConfig) -> None:
-        under_way = [one for one in backfill.progress(config.kind) if one.open and not one.cancelled_at]
-        rows = sum(one.open for one in under_way)
-        if config.dry_run:
-            context.log.info("would be cancelled: %s rows of %s buckets", rows, len(under_way))
-        else:
-            context.log.info("%s rows left the queue", backfill.cancel(config.kind))
-        context.add_output_metadata({"rows_open": rows, "buckets": len(under_way), "dry_run": config.dry_run})
+def estimate(kinds: list[str]) -> JobDefinition:
+    config = prefilled("estimate", Estimated, kinds)
 
-    @job(
-        name="cancel_backfill",
-        executor_def=in_process_executor,
-        tags={OPERATOR_TAG: "cancel_backfill"},
-        description="Take back a backfill. Dry run first.",
+    @op(
+        name="do_estimate",
+        out=Out(Nothing),
+        description="What it takes to embed the rows of a kind: texts, tokens, hours, disk.",
     )
-    def cancelling() -> None:
-        cancel()
-
-    return cancelling
-
-
-def estimate() -> JobDefinition:
-    @op(out=Out(Nothing), description="What it takes to embed the rows of a kind: texts, tokens, hours, disk.")
-    def measure(context: OpExecutionContext, backfill: BackfillResource, config: EstimateConfig) -> None:
-        found = backfill.estimate(config.kind, config.only.value)
+    def measure(context: OpExecutionContext, backfill: BackfillResource, config: config) -> None:  # type: ignore[valid-type]
+        wanted: Any = config
+        found = backfill.estimate(wanted.kind, wanted.only.value)
         numbers = {
             "rows": found.rows,
             "texts": found.texts,

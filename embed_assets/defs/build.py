@@ -46,7 +46,6 @@ from embed_assets.resources.opened import OpenKinds
 from embed_assets.settings import Settings, load_settings
 
 BACKFILL = (reembed_requests, reembedded)
-OPERATING = (backfill.cancel_backfill(), backfill.estimate())
 CHAIN = (semantic_outbox, claimed_waves, chunk_embeddings, semantic_chunks, similar_invalidations)
 
 
@@ -71,7 +70,8 @@ def _definitions(opened: OpenKinds) -> Definitions:
     looks = {kind: checks.job(kind) for kind in kinds}
     care = maintenance(kinds)
     operators = operator_jobs.operator_jobs(kinds)
-    pruning = prune.prune_runs(kinds, [job.name for job in (*operators, *OPERATING, care)])
+    estimate = backfill.estimate(kinds)
+    pruning = prune.prune_runs(kinds, [job.name for job in (*operators, estimate, care)])
     return Definitions(
         assets=[*(make(kind) for kind in kinds for make in (*CHAIN, *BACKFILL)), *map(similar_lists, listed)],
         asset_checks=[make(kind) for kind in kinds for make in (checks.checks, buckets_done)],
@@ -80,7 +80,7 @@ def _definitions(opened: OpenKinds) -> Definitions:
             *advances.values(),
             *listed.values(),
             care,
-            *OPERATING,
+            estimate,
             *operators,
             pruning,
             *looks.values(),

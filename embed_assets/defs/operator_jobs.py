@@ -62,7 +62,7 @@ def operator_jobs(kinds: list[str]) -> list[JobDefinition]:
     """The jobs of a project; each takes the kind as config, the first one unless another is named."""
 
     def made(name: str, config: type[Config], do: Callable[[Operating, Any], Taken], description: str) -> JobDefinition:
-        return _job(name, _prefilled(name, config, kinds), do, description)
+        return _job(name, prefilled(name, config, kinds), do, description)
 
     return [
         made(
@@ -107,6 +107,12 @@ def operator_jobs(kinds: list[str]) -> list[JobDefinition]:
             lambda kind, c: kind.pause(dry_run=c.dry_run),
             "No wave is claimed from now on. It ends when the writes under way are committed.",
         ),
+        made(
+            "cancel_backfill",
+            Wanted,
+            lambda kind, c: kind.cancel_backfill(dry_run=c.dry_run),
+            "Take back what backfills asked for and is not under way; what changed meanwhile stays.",
+        ),
         made("resume", Wanted, lambda kind, c: kind.resume(dry_run=c.dry_run), "Claim again."),
         made(
             "reset_endpoint",
@@ -117,7 +123,7 @@ def operator_jobs(kinds: list[str]) -> list[JobDefinition]:
     ]
 
 
-def _prefilled(name: str, config: type[Config], kinds: list[str]) -> type[Config]:
+def prefilled(name: str, config: type[Config], kinds: list[str]) -> type[Config]:
     """The config with the project's first kind as the default, so that the Launchpad is ready to run."""
     if not kinds:
         return config

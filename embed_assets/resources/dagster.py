@@ -167,7 +167,7 @@ class SimilarStoreResource(ConfigurableResource):  # type: ignore[type-arg]
 
 
 class BackfillResource(ConfigurableResource):  # type: ignore[type-arg]
-    """Backfills: rows asked for again by buckets, behind every change; followed, taken back, estimated."""
+    """Backfills: rows asked for again by buckets, behind every change; followed and estimated."""
 
     postgres: PostgresResource
 
@@ -185,9 +185,6 @@ class BackfillResource(ConfigurableResource):  # type: ignore[type-arg]
 
     def progress(self, kind: str) -> list[Progress]:
         return self.postgres.stage(kind, lambda run: run.kind.backfill.progress())
-
-    def cancel(self, kind: str) -> int:
-        return self.postgres.stage(kind, lambda run: run.kind.backfill.cancel())
 
     def estimate(self, kind: str, selection: str) -> Estimate:
         return self.postgres.stage(kind, lambda run: run.kind.estimate(selection))

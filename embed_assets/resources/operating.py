@@ -18,6 +18,7 @@ from embed_assets.errors import ConfigurationError
 from embed_assets.migrate import migrate
 from embed_assets.queries import query
 from embed_assets.resources.assembly import as_sent, database_url
+from embed_assets.resources.backfill import Backfill
 from embed_assets.resources.declaration import BoundCorpus, bind
 from embed_assets.resources.embedder import endpoint_key
 from embed_assets.resources.model_gates import Model
@@ -147,6 +148,15 @@ class Operating:
         if previous is None:
             return Taken(0, "No model is kept for a rollback.", _models(models))
         return Taken(1, f"Search would read {previous.identity} again.", _models(models))
+
+    def cancel_backfill(self, *, dry_run: bool) -> Taken:
+        """Backfills that are under way, taken back."""
+        backfill = Backfill(self.postgres, self.bound, [])
+        asked = [one for one in backfill.progress() if one.open and not one.cancelled_at]
+        rows = sum(one.open for one in asked) if dry_run else backfill.cancel()
+        if not asked and not rows:
+            return Taken(0, "No backfill is under way.")
+        return Taken(rows, f"{rows} rows of {len(asked)} buckets: {_done('cancelled', dry_run)}.")
 
     def pause(self, *, dry_run: bool) -> Taken:
         """No claim from now on."""

@@ -117,7 +117,7 @@ def test_cancelling_says_first_what_it_would_take_and_a_cancelled_bucket_is_neve
     feed = "SELECT count(*) FROM embed_assets.source_changes"
 
     def cancel(**config: Any) -> None:
-        config = {"ops": {"cancel": {"config": {"kind": "posts", **config}}}}
+        config = {"ops": {"do_cancel_backfill": {"config": {"kind": "posts", **config}}}}
         assert job.execute_in_process(instance=project.instance, run_config={**QUIET, **config}).success
 
     cancel()
@@ -133,11 +133,11 @@ def test_cancelling_says_first_what_it_would_take_and_a_cancelled_bucket_is_neve
 def test_an_estimate_says_texts_tokens_and_disk(project: Project) -> None:
     project.put("some text", "more text")
     job = project.definitions().resolve_job_def("estimate")
-    config = {"ops": {"measure": {"config": {"kind": "posts"}}}}
+    config = {"ops": {"do_estimate": {"config": {}}}}
     run = job.execute_in_process(instance=project.instance, run_config={**QUIET, **config})
     said = str([event.event_specific_data for event in run.all_node_events])
     assert run.success
     assert all(name in said for name in ("rows", "texts", "tokens", "megabytes"))
-    wrong = {"ops": {"measure": {"config": {"kind": "nobody"}}}}
+    wrong = {"ops": {"do_estimate": {"config": {"kind": "nobody"}}}}
     failed = job.execute_in_process(instance=project.instance, run_config={**QUIET, **wrong}, raise_on_error=False)
     assert "Unknown kind 'nobody'" in str(failed.all_events)
