@@ -10,7 +10,21 @@ from uuid import uuid4
 import psycopg
 import pytest
 from fakes import HashEmbedder
-from postgres.support import Db, asking, chunks, drain, entries, rows, stamps, status, value
+from postgres.support import (
+    Db,
+    asking,
+    background,
+    chunks,
+    connect,
+    drain,
+    entries,
+    rows,
+    stamps,
+    status,
+    until_true,
+    value,
+    waits_for_advisory,
+)
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -445,3 +459,16 @@ class as_role:
         self._postgres.close()
         self._db.execute(f"REASSIGN OWNED BY {self._role} TO CURRENT_USER; DROP OWNED BY {self._role}".encode())
         self._db.execute(f"DROP ROLE {self._role}".encode())
+
+
+def test_who_makes_a_partition_waits_for_whoever_is_making_one(kind: Kind, db: Db, database_url: str) -> None:
+    made = "SELECT count(*) FROM pg_class WHERE relname LIKE 'job_semantic_chunks_m%' AND relkind = 'r'"
+    with connect(database_url) as other:
+        other.execute("BEGIN")
+        other.execute("SELECT pg_advisory_xact_lock(1701667428, 0)")
+        with background(lambda: make_model(kind.postgres, kind.bound, "another", 8)) as making:
+            until_true(lambda: waits_for_advisory(db, 0), "nobody waits")
+            assert value(db, made) == 1
+            other.execute("COMMIT")
+            assert making.result(timeout=30) == 2
+    assert value(db, made) == 2
