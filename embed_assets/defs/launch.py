@@ -24,13 +24,14 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 MOST_RUNS = 10_000
+MOST_FRUITLESS = 2
 TOLD_EVERY = 0.5
 
 
 def drain_until_empty(settings: Settings, kind: str, progress: Progress) -> bool:
     """Run the drain job again and again until nothing is due but what failed meanwhile; True if all runs were green.
 
-    Ends with False also when a run comes to nothing while rows are due: the endpoint rests, or the kind is paused.
+    Ends with False also when two runs in a row come to nothing while rows are due: the endpoint rests, for example.
     """
     corpus = find_corpus(settings, kind)
     job = build_definitions([corpus], settings=settings).resolve_job_def(drain_job(kind))
@@ -48,7 +49,7 @@ def _launch(job: Any, instance: DagsterInstance, tags: dict[str, str]) -> tuple[
 
 
 def _drain(opened: Kind, launch: Callable[[dict[str, str]], tuple[bool, str]]) -> bool:
-    began = opened.outbox.now()
+    began, fruitless = opened.outbox.now(), 0
     tags = {SCAN_TAG: "now"}
     for _ in range(MOST_RUNS):
         green, run_id = launch(tags)
@@ -56,7 +57,9 @@ def _drain(opened: Kind, launch: Callable[[dict[str, str]], tuple[bool, str]]) -
             return False
         if not opened.outbox.claimable(failed_before=began):
             return True
-        if not _settled(opened, run_id, began):
+        # Once may be chance: another process entered the rows just after this run had looked for some.
+        fruitless = 0 if _settled(opened, run_id, began) else fruitless + 1
+        if fruitless == MOST_FRUITLESS:
             return False
         tags = {}
     return False
