@@ -8,6 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from fakes import HashEmbedder
+from postgres.support import Db, add_jobs, drain
 
 from embed_assets.corpora.jobs import jobs as jobs_corpus
 from embed_assets.corpus import Plain, TableCorpus
@@ -79,3 +80,17 @@ def notes_kind(request: pytest.FixtureRequest, db: psycopg.Connection[Any], make
     """The corpus `notes` (note_id, body), once with uuid keys and once with text keys."""
     db.execute(f"CREATE TABLE notes (note_id {request.param} PRIMARY KEY, body text)".encode())
     return make_kind(TableCorpus(kind="notes", table="notes", key="note_id", text=Plain("body")))
+
+
+@pytest.fixture
+def wide() -> HashEmbedder:
+    """The new model: twelve dimensions where the active one has eight."""
+    return HashEmbedder(12, identity="wide")
+
+
+@pytest.fixture
+def beside(kind: Kind, db: Db, make_kind: KindMaker, wide: HashEmbedder, embedder: HashEmbedder) -> Kind:
+    """Six rows fresh for the active model, and a worker that maintains both."""
+    add_jobs(db, 6)
+    drain(kind)
+    return make_kind(embedder=wide, active=embedder)

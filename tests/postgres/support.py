@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import psycopg
+from fakes import HashEmbedder
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -20,6 +21,7 @@ from embed_assets import pipeline
 from embed_assets.embedding import Embedder
 from embed_assets.models import Counts, Enqueued, Wave
 from embed_assets.resources.assembly import Kind
+from embed_assets.search import search
 from embed_assets.stop import Stop
 
 Db = psycopg.Connection[Any]
@@ -246,3 +248,19 @@ def connect(url: str, *, lock_timeout: str | None = None) -> Db:
     """A connection outside autocommit: its transaction begins with its first statement."""
     options = f"-c lock_timeout={lock_timeout}" if lock_timeout else ""
     return psycopg.connect(make_conninfo(url, options=options))
+
+
+SWITCHED = "SELECT active_model_id, previous_model_id, target_model_id FROM embed_assets.corpora"
+ENTRIES = "SELECT model_id, count(*) FROM embed_assets.semantic_outbox GROUP BY model_id ORDER BY model_id"
+
+
+def found(kind: Kind, text: str, *embedders: HashEmbedder, k: int = 10) -> list[int]:
+    """What search finds, and that it found it by vectors."""
+    known = {key: one for embedder in embedders for key, one in asking(kind, embedder).items()}
+    answer = search(kind.postgres, kind.bound, known, text, k=k)
+    assert answer.semantic, answer.reason
+    return [int(hit.source_id) for hit in answer.hits]
+
+
+def ids(*kinds: Kind) -> list[int]:
+    return [kind.model_id for kind in kinds]

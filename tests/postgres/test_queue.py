@@ -882,7 +882,7 @@ ELSEWHERE = {
     "search_feed_seconds": "tests/dagster/test_checks.py::"
     "test_the_feed_of_an_external_index_is_judged_only_where_there_is_one",
     "alert_webhook": "tests/dagster/test_alerts.py::test_each_check_is_told_by_its_newest_evaluation",
-    "rollback_days": "tests/postgres/test_models.py::test_purging_drops_what_was_retired_long_ago",
+    "rollback_days": "tests/postgres/test_model_switch.py::test_purging_drops_what_was_retired_long_ago",
     "sensor_wait_seconds": "tests/dagster/test_sensor.py::test_a_notify_ends_the_waiting_at_once",
 }
 
